@@ -1,0 +1,49 @@
+# Every target works on a fresh machine with only python3.11 and make, and may be repeated.
+# `make setup` creates .venv; the others call it first, which costs nothing when it is up to date.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test check format bench clean
+
+help:
+	@echo "make setup   install into .venv (torch CPU or GPU build, tools)"
+	@echo "make demo    train the built-in decoder on 2 ranks"
+	@echo "make test    run the tests (ARGS=... goes to pytest)"
+	@echo "make check   lint, format, types, layers, spelling, project rules, size budget"
+	@echo "make format  rewrite files to the formatter's taste, apply safe lint fixes"
+	@echo "make bench   engine benchmark against torch FSDP2"
+	@echo "make clean   remove .venv, caches and runs/demo"
+
+setup: $(STAMP)
+
+# The stamp is written last: an interrupted installation is taken up again by the next call.
+# -qq: pip's errors still show; its warnings about find-links folders are noise here.
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): torch, shardwise (editable) and the development tools"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/shardwise train --nproc 2 --run.dir runs/demo
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+# Each check runs even when an earlier one failed, so that one call shows everything.
+check: setup
+	@$(BIN)/python tools/check.py
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs/demo build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
