@@ -1,0 +1,123 @@
+"""The seam between engine and communication: what a transport does, and what it is given.
+
+    gather(bucket, shard, out) -> Handle                 sharded buffer -> gathered buffer
+    grad_buffer(bucket, layout, out) -> GradBuffer       where arriving gradients of one reduction are put
+    reduce(bucket, grads, out, scale) -> Handle          full gradients -> this rank's shard of the sum, times scale
+    all_reduce(bucket, out) -> Handle                    the same over the replicate axis, on the reduced shard
+    enter(position) / leave(position) / abandon()        control passes from the user to the engine and back
+    agree(flags) -> flags                                "or" over all ranks, of facts that steer what is issued next
+
+A transport gets the layout and does the whole movement, so that each can avoid copies in its own way. It serves one mesh
+(a shard axis and a replicate axis); a bucket is bound to it once by `attach`, which also allocates the shard buffer,
+because some transports need it in memory that peers can read. All ranks attach the same buckets in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from shardwise.layout import BucketLayout, ReduceLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One mesh axis as a transport sees it. `ranks` are global, `rank` is the position of this process among them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a rank is, for fences and for error texts."""
+
+    step: int
+    phase: str  # "forward" | "backward" | "unshard" | "state_dict" | ...
+    unit: str
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Bucket:
+    """A bucket layout bound to a transport: identity, the flat shard buffer, and room for the transport's own state.
+
+    `buffer` has `layout.chunk_numel` elements of `layout.dtype`; this rank's parts lie at `layout.shard_offsets(rank)`.
+    """
+
+    name: str  # unit name and bucket index, e.g. "layers.3[0]"
+    layout: BucketLayout
+    shard: Axis
+    replicate: Axis
+    buffer: torch.Tensor
+    private: dict[str, Any] = field(default_factory=dict)
+
+
+class Handle(Protocol):
+    """A movement that was issued. `wait` returns when its result may be used by the current stream; twice is harmless."""
+
+    def wait(self) -> None: ...
+
+
+class Done:
+    """The handle of what is already finished."""
+
+    def wait(self) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class GradBuffer(Protocol):
+    """Collects the full gradients of one reduction as they arrive."""
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """Gradient of `layout.params[index]` (full shape, any float dtype). A second arrival of an index adds."""
+        ...
+
+    def has(self, index: int) -> bool:
+        """True when `put` was called for it."""
+        ...
+
+    def discard(self) -> None:
+        """Give the buffer back unused (an exception ended the backward)."""
+        ...
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """What the engine asks of a transport. `out` of `gather` is flat, `layout.full_numel` elements of `gather_dtype`;
+    `out` of `reduce` is flat, `ReduceLayout.chunk_numel` elements of `reduce_dtype`, with the counts at its end."""
+
+    name: str
+
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket: ...
+
+    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle: ...
+
+    def grad_buffer(
+        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+    ) -> GradBuffer: ...
+
+    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle: ...
+
+    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle: ...
+
+    def enter(self, position: Position) -> None: ...
+
+    def leave(self, position: Position) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def agree(self, flags: list[bool]) -> list[bool]: ...
+
+    def close(self) -> None: ...

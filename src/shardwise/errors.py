@@ -1,0 +1,34 @@
+"""Errors that shardwise raises on purpose: one base class, one class for each kind of remedy.
+
+A message says what was expected, what was found, where (parameter, unit, axis, rank) and what to do.
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Base of every error that shardwise defines."""
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A configuration that cannot be run: a wrong key, value or combination."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written, read or used here."""
+
+
+class TransportError(ShardwiseError, RuntimeError):
+    """A transport that cannot be opened or that lost a peer."""
+
+
+class PeerTimeoutError(TransportError):
+    """A peer did not arrive within the time limit; says who waits for whom: step, phase, unit."""
+
+
+class DivergenceError(ShardwiseError, RuntimeError):
+    """The ranks did different things: other units, other order, other weights."""
+
+
+class EngineError(ShardwiseError, RuntimeError):
+    """The engine was used at the wrong moment; names the unit and the remedy."""

@@ -1,0 +1,37 @@
+"""Layout: pure data about who owns which rows, where they lie in which buffer, and what has to move.
+
+No process group, no device. The engine allocates by it, the transports move by it, the planner sums it, tests assert it.
+
+Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `unit`.
+"""
+
+from shardwise.layout.bucket import ALIGN, BucketLayout, ParamLayout, ParamSpec, layout_bucket
+from shardwise.layout.cuts import Cuts
+from shardwise.layout.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.layout.reduce import ReduceLayout, layout_reduce
+from shardwise.layout.strategy import STRATEGIES, AxisPlacement, Lifetime, Placed, Strategy, strategy_named
+from shardwise.layout.unit import Collective, Moment, UnitLayout, layout_unit
+
+__all__ = [
+    "ALIGN",
+    "STRATEGIES",
+    "AxisPlacement",
+    "BucketLayout",
+    "CPUOffloadPolicy",
+    "Collective",
+    "Cuts",
+    "Lifetime",
+    "MixedPrecisionPolicy",
+    "Moment",
+    "OffloadPolicy",
+    "ParamLayout",
+    "ParamSpec",
+    "Placed",
+    "ReduceLayout",
+    "Strategy",
+    "UnitLayout",
+    "layout_bucket",
+    "layout_reduce",
+    "layout_unit",
+    "strategy_named",
+]

@@ -1,0 +1,198 @@
+"""Layout of a bucket: where every parameter lies in the shard buffer and in the gathered buffer.
+
+    shard buffer of rank r      | w1[r] ..pad | w2[r] ..pad | b[r] ..pad | ..pad to chunk |   stored dtype
+    gathered buffer             | w1 whole ..pad | w2 whole ..pad | b whole ..pad         |   gather dtype
+
+The gathered buffer is parameter-major: every parameter is whole and contiguous in it. Offsets are multiples of `ALIGN`
+elements, so that a rank's part starts where vector units like it and cuts of fused optimizers stay aligned. All shard
+buffers have the size of the largest one (`chunk_numel`), so a rank's buffer is what a collective sends as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.layout.cuts import Cuts
+
+ALIGN = 16
+
+
+def aligned(numel: int) -> int:
+    """`numel` rounded up to the alignment."""
+    return -(-numel // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the layout has to know of a parameter; `cuts=None` means even cuts of `shard_dim`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = True
+    shard_dim: int = 0
+    cuts: Cuts | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamLayout:
+    """One parameter in its bucket. Offsets count elements, rows are those of the cut dim."""
+
+    spec: ParamSpec
+    cuts: Cuts
+    full_offset: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def outer(self) -> int:
+        return math.prod(self.spec.shape[: self.spec.shard_dim])
+
+    @property
+    def rows(self) -> int:
+        return self.cuts.rows
+
+    @property
+    def inner(self) -> int:
+        return math.prod(self.spec.shape[self.spec.shard_dim + 1 :])
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the part that `rank` owns."""
+        if not self.spec.shape:
+            return () if self.cuts.size(rank) else (0,)
+        dim = self.spec.shard_dim
+        return (*self.spec.shape[:dim], self.cuts.size(rank), *self.spec.shape[dim + 1 :])
+
+    def shard_numel(self, rank: int) -> int:
+        return self.outer * self.cuts.size(rank) * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """Parameters of a unit that share axes, stored, gather and reduce dtype: one buffer, one collective."""
+
+    params: tuple[ParamLayout, ...]
+    dtype: torch.dtype
+    gather_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    world: int
+    replicas: int = 1
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the gathered buffer, padding included."""
+        return aligned(self.params[-1].full_offset + self.params[-1].numel) if self.params else 0
+
+    def shard_offsets(self, rank: int) -> tuple[int, ...]:
+        """Offset of every parameter in the shard buffer of `rank`."""
+        offsets, at = [], 0
+        for p in self.params:
+            offsets.append(at)
+            at += aligned(p.shard_numel(rank))
+        return tuple(offsets)
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of the shard buffer that `rank` fills, padding included."""
+        return sum(aligned(p.shard_numel(rank)) for p in self.params)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of every rank's shard buffer: the largest `shard_numel`."""
+        return max(self.shard_numel(rank) for rank in range(self.world))
+
+    @property
+    def is_rank_major(self) -> bool:
+        """True when the gathered buffer equals the shard buffers end to end: a collective may write it directly."""
+        if self.world == 1:
+            return True
+        if len(self.params) != 1:
+            return False
+        (p,) = self.params
+        return p.outer == 1 and p.cuts.is_exact and p.shard_numel(0) % ALIGN == 0
+
+    @property
+    def sends_padded(self) -> bool:
+        """True when one padded all-gather moves at most what exact broadcasts of each rank's part would, times 1.5.
+
+        One collective has one latency and every rank sends at once, so padding is preferred until it is half as much
+        again as the data itself (a matrix owned whole by one of N ranks pads to N times its size).
+        """
+        exact = sum(self.shard_numel(rank) for rank in range(self.world))
+        return self.world * self.chunk_numel <= 1.5 * exact
+
+    # -- bytes ---------------------------------------------------------------------------------------------------
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes that each rank keeps."""
+        return self.chunk_numel * self.dtype.itemsize
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered copy."""
+        return self.full_numel * self.gather_dtype.itemsize
+
+    @property
+    def needs_cast(self) -> bool:
+        return self.gather_dtype != self.dtype
+
+
+def layout_bucket(
+    specs: Sequence[ParamSpec],
+    *,
+    gather_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    world: int,
+    replicas: int = 1,
+) -> BucketLayout:
+    """Pack parameters of one stored dtype in the order given."""
+    dtypes = {s.dtype for s in specs}
+    if len(dtypes) != 1:
+        raise ValueError(f"a bucket holds one stored dtype, found {sorted(map(str, dtypes))}")
+    params, at = [], 0
+    for spec in specs:
+        params.append(ParamLayout(spec, _cuts_of(spec, world), at))
+        at += aligned(spec.numel)
+    return BucketLayout(tuple(params), dtypes.pop(), gather_dtype, reduce_dtype, world, replicas)
+
+
+def group_by_dtype(
+    specs: Iterable[ParamSpec], gather_dtype_of: dict[str, torch.dtype], reduce_dtype_of: dict[str, torch.dtype]
+) -> list[list[ParamSpec]]:
+    """Parameters in groups of equal (stored, gather, reduce) dtype, in the order of their first member."""
+    groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[ParamSpec]] = {}
+    for spec in specs:
+        key = (spec.dtype, gather_dtype_of[spec.name], reduce_dtype_of[spec.name])
+        groups.setdefault(key, []).append(spec)
+    return list(groups.values())
+
+
+def _cuts_of(spec: ParamSpec, world: int) -> Cuts:
+    if not spec.shape:
+        cuts, rows = spec.cuts or Cuts.whole(1, world, 0), 1
+    else:
+        if not 0 <= spec.shard_dim < len(spec.shape):
+            raise ValueError(
+                f"{spec.name}: shard dim {spec.shard_dim} is outside the {len(spec.shape)} dims of {spec.shape}; "
+                f"choose one of 0 to {len(spec.shape) - 1}"
+            )
+        rows = spec.shape[spec.shard_dim]
+        cuts = spec.cuts or Cuts.even(rows, world)
+    if cuts.world != world or cuts.rows != rows:
+        raise ValueError(
+            f"{spec.name}: cuts for {cuts.rows} rows on {cuts.world} ranks do not fit {rows} rows on {world} ranks"
+        )
+    return cuts

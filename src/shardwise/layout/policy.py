@@ -1,0 +1,55 @@
+"""Policies that users hand to `fully_shard`: frozen data, named and defaulted as in torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of computation and reduction; `None` means the parameter's own.
+
+    Attributes:
+        param_dtype: dtype of the gathered parameters, and so of forward and backward.
+        reduce_dtype: dtype in which gradients are summed, over ranks and over micro-batches without sync
+            (default: `param_dtype`).
+        output_dtype: floating outputs of the unit's forward are cast to it.
+        cast_forward_inputs: cast floating inputs of the unit's forward to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for key in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, key)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"MixedPrecisionPolicy.{key}: expected a torch.dtype, found {dtype!r}")
+            if not dtype.is_floating_point:
+                raise ValueError(f"MixedPrecisionPolicy.{key}: {dtype} is no floating dtype; use e.g. torch.bfloat16")
+
+    def gather_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Dtype of the gathered copy of a parameter that is stored as `stored`."""
+        return self.param_dtype if self.param_dtype and stored.is_floating_point else stored
+
+    def sum_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Dtype in which its gradients are summed."""
+        return self.reduce_dtype or self.gather_dtype(stored)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading; the base of the policies that do."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, sharded gradients and with them optimizer states live in host memory; gathers go to the device."""
+
+    pin_memory: bool = True

@@ -1,0 +1,73 @@
+"""Layout of a reduction: where every trainable gradient lies in what the ranks exchange.
+
+    chunk for rank r     | w1[r] | w2[r] | b[r] | ..pad | n_w1 n_w2 n_b |      reduce dtype
+                                                         '- one per parameter: ranks that had a gradient
+
+Only trainable parameters are in it, packed without gaps, so frozen parameters cost nothing; it is rebuilt when a
+`requires_grad` changes. All chunks have the size of the largest (`chunk_numel`). The counts ride at the end of the chunk
+at the same place for every rank; only "zero or not" is read from them, which a sum of ones keeps exact in any dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.layout.bucket import BucketLayout, ParamLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """The trainable part of a bucket; `indices` are positions in `bucket.params`."""
+
+    bucket: BucketLayout
+    indices: tuple[int, ...]
+
+    @property
+    def params(self) -> tuple[ParamLayout, ...]:
+        return tuple(self.bucket.params[i] for i in self.indices)
+
+    @property
+    def world(self) -> int:
+        return self.bucket.world
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.bucket.reduce_dtype
+
+    def offsets(self, rank: int) -> tuple[int, ...]:
+        """Offset of every trainable parameter in the chunk of `rank`."""
+        offsets, at = [], 0
+        for p in self.params:
+            offsets.append(at)
+            at += p.shard_numel(rank)
+        return tuple(offsets)
+
+    def data_numel(self, rank: int) -> int:
+        """Gradient elements that `rank` receives."""
+        return sum(p.shard_numel(rank) for p in self.params)
+
+    @property
+    def counts_offset(self) -> int:
+        """Where the counts start in every chunk."""
+        return max(self.data_numel(rank) for rank in range(self.world))
+
+    @property
+    def chunk_numel(self) -> int:
+        return self.counts_offset + len(self.indices)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.chunk_numel * self.dtype.itemsize
+
+    @property
+    def is_exact(self) -> bool:
+        """True when every parameter is cut into equal parts, so all chunks have one layout."""
+        return all(p.cuts.is_exact for p in self.params)
+
+
+def layout_reduce(bucket: BucketLayout, trainable: tuple[bool, ...] | None = None) -> ReduceLayout:
+    """The reduction of a bucket; `trainable` overrides the specs' own `requires_grad`."""
+    flags = trainable or tuple(p.spec.requires_grad for p in bucket.params)
+    return ReduceLayout(bucket, tuple(i for i, flag in enumerate(flags) if flag))

@@ -1,0 +1,105 @@
+"""Strategies are values: what each mesh axis does to parameter, gradient and optimizer state (DESIGN section 4).
+
+                         shard axis                     replicate axis       gathered copy lives
+    no_shard             absent (size 1)                everything           the shard is the whole
+    shard_optimizer      optimizer, gradient            -                    until the shards are written
+    shard_grad_op        optimizer, gradient            -                    until the shards are written
+    full_shard           parameter, gradient, optimizer -                    for one use
+    hybrid_shard         as full_shard                  everything           for one use
+
+`shard_optimizer` differs from `shard_grad_op` in one thing: between micro-batches its gradient is a partial sum on every
+rank, so that one reduction serves the whole step. Ideas: ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), and the
+placements-per-axis view of Megatron-FSDP; FSDP2's `reshard_after_forward=False | int` are two more points of the space.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Placed(StrEnum):
+    """How one tensor lies on one mesh axis."""
+
+    SHARD = "shard"
+    REPLICATE = "replicate"
+    PARTIAL = "partial"  # a sum that still has to be reduced over the axis; gradients only
+
+
+class Lifetime(StrEnum):
+    """How long the gathered copy of a unit's parameters lives."""
+
+    USE = "use"  # released after each forward and each backward
+    PASS = "pass"  # kept from forward to the end of backward
+    CLEAN = "clean"  # kept until somebody writes to the shards
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlacement:
+    """One row of the table above, for one mesh axis."""
+
+    parameter: Placed
+    gradient: Placed
+    optimizer: Placed
+
+
+_SHARDED = AxisPlacement(Placed.SHARD, Placed.SHARD, Placed.SHARD)
+_REPLICATED = AxisPlacement(Placed.REPLICATE, Placed.REPLICATE, Placed.REPLICATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What is sharded where, and how long a gathered copy lives.
+
+    `shard` is the placement on the shard axis (None: the strategy has none, every rank holds everything).
+    `forward_world` > 0 keeps, between forward and backward, shards over that many ranks instead of all of them.
+    """
+
+    name: str
+    shard: AxisPlacement | None
+    replicate: AxisPlacement | None
+    lifetime: Lifetime
+    forward_world: int = 0
+
+    @property
+    def defers_reduction(self) -> bool:
+        """True when micro-batches before the last one keep partial gradients (ZeRO-1)."""
+        return self.shard is not None and self.shard.gradient is Placed.PARTIAL
+
+    def with_lifetime(self, lifetime: Lifetime, forward_world: int = 0) -> Strategy:
+        return replace(self, lifetime=lifetime, forward_world=forward_world)
+
+
+_WHOLE_KEPT = AxisPlacement(Placed.REPLICATE, Placed.SHARD, Placed.SHARD)
+_WHOLE_KEPT_PARTIAL = AxisPlacement(Placed.REPLICATE, Placed.PARTIAL, Placed.SHARD)
+
+STRATEGIES: dict[str, Strategy] = {
+    s.name: s
+    for s in (
+        Strategy("no_shard", None, _REPLICATED, Lifetime.CLEAN),
+        Strategy("shard_optimizer", _WHOLE_KEPT_PARTIAL, None, Lifetime.CLEAN),
+        Strategy("shard_grad_op", _WHOLE_KEPT, None, Lifetime.CLEAN),
+        Strategy("full_shard", _SHARDED, None, Lifetime.USE),
+        Strategy("hybrid_shard", _SHARDED, _REPLICATED, Lifetime.USE),
+    )
+}
+
+ALIASES: dict[str, str] = {
+    "ddp": "no_shard",
+    "zero1": "shard_optimizer",
+    "zero2": "shard_grad_op",
+    "zero3": "full_shard",
+    "hsdp": "hybrid_shard",
+}
+
+
+def strategy_named(name: str | Strategy) -> Strategy:
+    """The strategy of a name or alias (`zero3`, `ZeRO-3`); a `Strategy` is passed through."""
+    if isinstance(name, Strategy):
+        return name
+    plain = str(name).lower().replace("-", "_")
+    plain = ALIASES.get(plain.replace("_", ""), plain)
+    if plain not in STRATEGIES:
+        known = ", ".join([*STRATEGIES, *ALIASES])
+        raise ValueError(f"unknown strategy {name!r}; choose one of {known}")
+    return STRATEGIES[plain]

@@ -1,0 +1,105 @@
+"""Layout of a unit: its buckets under a strategy, the collectives that a step needs, and the bytes each moment holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardwise.layout.bucket import BucketLayout, ParamSpec, group_by_dtype, layout_bucket
+from shardwise.layout.policy import MixedPrecisionPolicy
+from shardwise.layout.reduce import ReduceLayout, layout_reduce
+from shardwise.layout.strategy import Lifetime, Strategy
+
+
+class Moment(StrEnum):
+    """When in a step a collective is issued."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    POST_BACKWARD = "post_backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a step: `size_bytes` is what one rank puts in."""
+
+    kind: str  # "gather" | "reduce" | "all_reduce"
+    axis: str  # "shard" | "replicate"
+    moment: Moment
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """The parameters of one `fully_shard` call."""
+
+    name: str
+    strategy: Strategy
+    buckets: tuple[BucketLayout, ...]
+
+    @property
+    def reduces(self) -> tuple[ReduceLayout, ...]:
+        return tuple(layout_reduce(b) for b in self.buckets)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Parameter bytes that each rank keeps."""
+        return sum(b.shard_bytes for b in self.buckets)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered copy, zero where the shard itself is the whole and needs no cast."""
+        return sum(b.full_bytes for b in self.buckets if b.world > 1 or b.needs_cast)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the sharded gradients."""
+        return sum(
+            r.data_numel(rank=0) * r.bucket.dtype.itemsize for r in self.reduces if r.indices
+        )
+
+    def collectives(self, *, root: bool = False, sync: bool = True) -> tuple[Collective, ...]:
+        """What one micro-batch issues, in order. `root`: its copy lives on to the backward under `USE`'s root rule."""
+        out: list[Collective] = []
+        for bucket in self.buckets:
+            if bucket.world > 1:
+                size = bucket.chunk_numel * bucket.gather_dtype.itemsize
+                out.append(Collective("gather", "shard", Moment.FORWARD, size))
+                if self.strategy.lifetime is Lifetime.USE and not root:
+                    out.append(Collective("gather", "shard", Moment.BACKWARD, size))
+        for reduce in self.reduces if sync else ():
+            if not reduce.indices:
+                continue
+            if reduce.world > 1:
+                size = reduce.world * reduce.chunk_bytes
+                out.append(Collective("reduce", "shard", Moment.POST_BACKWARD, size))
+            if reduce.bucket.replicas > 1:
+                size = reduce.chunk_bytes
+                out.append(Collective("all_reduce", "replicate", Moment.POST_BACKWARD, size))
+        return tuple(out)
+
+
+def layout_unit(
+    name: str,
+    specs: Sequence[ParamSpec],
+    *,
+    strategy: Strategy,
+    policy: MixedPrecisionPolicy,
+    world: int,
+    replicas: int = 1,
+) -> UnitLayout:
+    """Sort parameters into buckets and lay each one out."""
+    gather = {s.name: policy.gather_dtype(s.dtype) for s in specs}
+    reduce = {s.name: policy.sum_dtype(s.dtype) for s in specs}
+    buckets = tuple(
+        layout_bucket(
+            group,
+            gather_dtype=gather[group[0].name],
+            reduce_dtype=reduce[group[0].name],
+            world=world,
+            replicas=replicas,
+        )
+        for group in group_by_dtype(specs, gather, reduce)
+    )
+    return UnitLayout(name, strategy, buckets)
