@@ -1,0 +1,38 @@
+"""Settings of the whole test session; the tools for tests on several ranks are in ranks.py."""
+
+import os
+
+# One thread, as on the ranks: sums cut differently for other thread counts, and tests compare bits.
+# Before torch is imported, hence above the imports.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import ranks
+import torch
+
+torch.set_num_threads(1)
+
+# No deadline: two cores are shared with other work. The same examples on each CI run: a red CI has a cause.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the first test on ranks find torch loaded."""
+    ranks.start_early = not config.option.collectonly
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, with the reason."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_sessionfinish() -> None:
+    """Leave no process behind."""
+    ranks.close_all()
