@@ -2,11 +2,12 @@
 
 No process group, no device. The engine allocates by it, the transports move by it, the planner sums it, tests assert it.
 
-Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `unit`.
+Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `moves` -> `unit`.
 """
 
 from shardwise.layout.bucket import ALIGN, BucketLayout, ParamLayout, ParamSpec, layout_bucket
 from shardwise.layout.cuts import Cuts
+from shardwise.layout.moves import Move, Packing, pack_grads, pack_shards
 from shardwise.layout.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.layout.reduce import ReduceLayout, layout_reduce
 from shardwise.layout.strategy import STRATEGIES, AxisPlacement, Lifetime, Placed, Strategy, strategy_named
@@ -23,7 +24,9 @@ __all__ = [
     "Lifetime",
     "MixedPrecisionPolicy",
     "Moment",
+    "Move",
     "OffloadPolicy",
+    "Packing",
     "ParamLayout",
     "ParamSpec",
     "Placed",
@@ -33,5 +36,7 @@ __all__ = [
     "layout_bucket",
     "layout_reduce",
     "layout_unit",
+    "pack_grads",
+    "pack_shards",
     "strategy_named",
 ]

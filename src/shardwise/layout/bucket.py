@@ -19,11 +19,23 @@ import torch
 from shardwise.layout.cuts import Cuts
 
 ALIGN = 16
+SMALL_PADDING_BYTES = 2**20  # about what 10 GB/s move in the latency of a few collectives
 
 
 def aligned(numel: int) -> int:
     """`numel` rounded up to the alignment."""
     return -(-numel // ALIGN) * ALIGN
+
+
+def padding_pays(padded_numel: int, exact_numel: int, dtype: torch.dtype) -> bool:
+    """True when one padded collective beats one collective per rank of exact size.
+
+    One collective has one latency and every rank sends at once, so padding is preferred until it is half as much again
+    as the data itself (a matrix owned whole by one of N ranks pads to N times its size), and always while it is small:
+    a bias with fewer elements than there are ranks must not cost a broadcast per element.
+    """
+    padding = padded_numel - exact_numel
+    return 2 * padding <= exact_numel or padding * dtype.itemsize <= SMALL_PADDING_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +138,9 @@ class BucketLayout:
 
     @property
     def sends_padded(self) -> bool:
-        """True when one padded all-gather moves at most what exact broadcasts of each rank's part would, times 1.5.
-
-        One collective has one latency and every rank sends at once, so padding is preferred until it is half as much
-        again as the data itself (a matrix owned whole by one of N ranks pads to N times its size).
-        """
+        """True when one padded all-gather is preferred over a broadcast of each rank's exact part."""
         exact = sum(self.shard_numel(rank) for rank in range(self.world))
-        return self.world * self.chunk_numel <= 1.5 * exact
+        return padding_pays(self.world * self.chunk_numel, exact, self.gather_dtype)
 
     # -- bytes ---------------------------------------------------------------------------------------------------
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.layout.bucket import BucketLayout, ParamLayout
+from shardwise.layout.bucket import BucketLayout, ParamLayout, padding_pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,20 @@ class ReduceLayout:
     @property
     def chunk_bytes(self) -> int:
         return self.chunk_numel * self.dtype.itemsize
+
+    @property
+    def sends_padded(self) -> bool:
+        """True when one padded reduce-scatter is preferred over a reduce of each rank's exact chunk to it."""
+        return padding_pays(self.world * self.chunk_numel, self._exact_numel, self.dtype)
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements that every rank puts in: all ranks' chunks, padded or exact."""
+        return self.world * self.chunk_numel if self.sends_padded else self._exact_numel
+
+    @property
+    def _exact_numel(self) -> int:
+        return sum(self.data_numel(rank) + len(self.indices) for rank in range(self.world))
 
     @property
     def is_exact(self) -> bool:

@@ -22,7 +22,7 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a step: `size_bytes` is what one rank puts in."""
+    """One collective of a step: `size_bytes` is what one rank puts in, at most."""
 
     kind: str  # "gather" | "reduce" | "all_reduce"
     axis: str  # "shard" | "replicate"
@@ -54,10 +54,8 @@ class UnitLayout:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of the sharded gradients."""
-        return sum(
-            r.data_numel(rank=0) * r.bucket.dtype.itemsize for r in self.reduces if r.indices
-        )
+        """Bytes of the sharded gradients of the rank that owns most."""
+        return sum(r.counts_offset * r.bucket.dtype.itemsize for r in self.reduces)
 
     def collectives(self, *, root: bool = False, sync: bool = True) -> tuple[Collective, ...]:
         """What one micro-batch issues, in order. `root`: its copy lives on to the backward under `USE`'s root rule."""
@@ -72,7 +70,7 @@ class UnitLayout:
             if not reduce.indices:
                 continue
             if reduce.world > 1:
-                size = reduce.world * reduce.chunk_bytes
+                size = reduce.packed_numel * reduce.dtype.itemsize
                 out.append(Collective("reduce", "shard", Moment.POST_BACKWARD, size))
             if reduce.bucket.replicas > 1:
                 size = reduce.chunk_bytes

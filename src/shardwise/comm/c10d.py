@@ -1,0 +1,215 @@
+"""The transport over torch.distributed process groups: Gloo on CPU, NCCL on CUDA, or any other backend.
+
+    gather   shard buffer -> (cast) -> all-gather, rank-major -> one strided copy per run -> gathered buffer
+    reduce   gradients -> one strided copy per run, rank-major -> reduce-scatter -> times scale
+
+One collective per bucket and direction. A bucket whose gathered buffer is rank-major by itself (`layout.is_rank_major`)
+is gathered in place, without staging. Buckets that padding would inflate (`sends_padded` is False) are moved by one
+broadcast, or reduce, per owning rank. An axis of size 1 issues nothing. Fused copy-in and copy-out are FSDP2's idea;
+runs (`layout.moves`) make them one or two copies per parameter also where cuts are uneven.
+
+Process groups order collectives by themselves, so entering and leaving the engine need no fence here: positions only go
+into error texts. All ranks must issue the same collectives in the same order.
+
+Streams (CUDA): everything is enqueued on the caller's current stream, `wait` included, and the engine may wait on
+another stream than it issued on. Staging is therefore marked with `record_stream` wherever it is used and held by the
+handle until `wait`. `shard` and `out` belong to the caller, who keeps them alive until `wait` has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.staging import GatherPlan, PackedGrads, ReducePlan, used_here
+from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.errors import TransportError
+from shardwise.layout import BucketLayout, Packing, ReduceLayout
+
+# Every backend moves these; others are gathered as bytes (Gloo has no float8 or int16, NCCL no int16).
+_WIRE_DTYPES = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
+)
+
+
+class C10dTransport:
+    """Moves buckets with the process groups of its two axes; see the module's docstring."""
+
+    name = "c10d"
+
+    def __init__(self, shard: Axis, replicate: Axis) -> None:
+        self._shard = shard
+        self._replicate = replicate
+        self._position: Position | None = None
+        self._device = torch.device("cpu")
+
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+        if layout.world != self._shard.size:
+            raise ValueError(
+                f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has {self._shard.size}; "
+                "lay the bucket out for the mesh that the transport serves."
+            )
+        if device.type != "meta":
+            self._device = device
+        # Zeros: padding is sent with the rest and should not carry what the allocator left there.
+        buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
+        return Bucket(name, layout, self._shard, self._replicate, buffer)
+
+    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+        """`shard` may be in the stored or the gather dtype, in device or host memory; `out` decides both."""
+        if bucket.shard.size == 1:
+            if shard.data_ptr() != out.data_ptr():
+                out.copy_(shard, non_blocking=True)
+            return DONE
+        plan = GatherPlan.of(bucket)
+        packed = out if plan.in_place else out.new_empty(plan.packing.numel)
+        own = plan.packing.chunk(packed, bucket.shard.rank)
+        if shard.dtype != out.dtype or shard.device != out.device or not plan.padded:
+            own.copy_(shard[: own.numel()], non_blocking=True)
+            shard = own
+        if plan.padded:
+            works = [self._issue(bucket, _all_gather, packed, shard, bucket.shard.group)]
+        else:
+            works = self._per_owner(bucket, _broadcast, plan.packing, packed)
+        return _Issued(self, f"gather of {bucket.name}", works, lambda: plan.unpack(packed, out))
+
+    def grad_buffer(
+        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+    ) -> GradBuffer:
+        plan = ReducePlan.of(bucket, layout)
+        packed = out if bucket.shard.size == 1 else out.new_empty(plan.packing.numel)
+        return PackedGrads(plan, packed, pre_scale)
+
+    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
+        assert isinstance(grads, PackedGrads), f"{type(grads).__name__} was made by another transport"
+        plan, packed = grads.plan, grads.finish()
+        if bucket.shard.size == 1:
+            _scale(out, scale)
+            return DONE
+        if not out.numel():
+            return DONE
+        if plan.padded:
+            works = [self._issue(bucket, _reduce_scatter, out, packed, bucket.shard.group)]
+        else:
+            works = self._per_owner(bucket, _reduce, plan.packing, packed)
+
+        def finish() -> None:
+            used_here(packed)
+            if not plan.padded:
+                plan.unpack_own(packed, out)
+            _scale(out, scale)
+
+        return _Issued(self, f"reduce of {bucket.name}", works, finish)
+
+    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+        if bucket.replicate.size == 1 or not out.numel():
+            return DONE
+        works = [self._issue(bucket, _all_reduce, out, bucket.replicate.group)]
+        return _Issued(self, f"all_reduce of {bucket.name}", works, None)
+
+    def enter(self, position: Position) -> None:
+        self._position = position
+
+    def leave(self, position: Position) -> None:
+        self._position = position
+
+    def abandon(self) -> None:
+        """Collectives in flight end by themselves: their works hold the buffers."""
+
+    def agree(self, flags: list[bool]) -> list[bool]:
+        """One small MAX all-reduce per axis that has peers. The host waits: the answer steers what it issues."""
+        axes = [axis for axis in (self._shard, self._replicate) if axis.size > 1]
+        if not axes or not flags:
+            return list(flags)
+        votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        for axis in axes:
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=axis.group)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def close(self) -> None:
+        """Nothing to give back: process groups belong to the mesh."""
+
+    def failure(self, what: str, error: Exception) -> TransportError:
+        """The error of a collective, with where this rank stood."""
+        at = self._position
+        where = f"step {at.step}, {at.phase}, unit {at.unit}" if at else "outside of a step"
+        return TransportError(
+            f"c10d: {what} failed on rank {self._shard.rank} of axis {self._shard.name!r} ({where}): {error}\n"
+            "A peer ended, issued something else, or took longer than the process group's timeout; "
+            "read the logs of the other ranks first."
+        )
+
+    def _issue(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            raise self.failure(f"{call.__name__.strip('_')} of {bucket.name}", error) from error
+
+    def _per_owner(
+        self, bucket: Bucket, call: Callable[..., Any], packing: Packing, packed: torch.Tensor
+    ) -> list[Any]:
+        """One collective for each rank's part that is not empty."""
+        works = []
+        for rank, owner in enumerate(bucket.shard.ranks):
+            part = packing.chunk(packed, rank)
+            if part.numel():
+                works.append(self._issue(bucket, call, part, owner, bucket.shard.group))
+        return works
+
+
+class _Issued:
+    """Works that were issued, and what is left to do once they are complete."""
+
+    __slots__ = ("_finish", "_transport", "_what", "_works")
+
+    def __init__(
+        self, transport: C10dTransport, what: str, works: list[Any], finish: Callable[[], None] | None
+    ) -> None:
+        self._transport, self._what, self._works, self._finish = transport, what, works, finish
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._transport.failure(self._what, error) from error
+        self._works = []
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+def _scale(out: torch.Tensor, scale: float) -> None:
+    if scale != 1.0:
+        out.mul_(scale)
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
+
+
+# Functions of torch.distributed are looked up at each call: tools count and replace them there. The older names warn
+# since 2.13, the newer ones do not exist before.
+def _all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return call(_wire(out), _wire(part), group=group, async_op=True)
+
+
+def _reduce_scatter(out: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return call(out, packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def _all_reduce(out: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+    return dist.all_reduce(out, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def _broadcast(part: torch.Tensor, owner: int, group: dist.ProcessGroup | None) -> Any:
+    return dist.broadcast(_wire(part), src=owner, group=group, async_op=True)
+
+
+def _reduce(part: torch.Tensor, owner: int, group: dist.ProcessGroup | None) -> Any:
+    return dist.reduce(part, dst=owner, op=dist.ReduceOp.SUM, group=group, async_op=True)
