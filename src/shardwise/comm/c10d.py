@@ -1,19 +1,22 @@
-"""The transport over torch.distributed process groups: Gloo on CPU, NCCL on CUDA, or any other backend.
+"""The transport over torch.distributed process groups: Gloo on CPU, NCCL on CUDA, any other.
 
-    gather   shard buffer -> (cast) -> all-gather, rank-major -> one strided copy per run -> gathered buffer
-    reduce   gradients -> one strided copy per run, rank-major -> reduce-scatter -> times scale
+    gather   shard buffer -> (cast) -> all-gather -> one strided copy per run -> gathered buffer
+    reduce   gradients -> one strided copy per run -> reduce-scatter -> times scale
 
-One collective per bucket and direction. A bucket whose gathered buffer is rank-major by itself (`layout.is_rank_major`)
-is gathered in place, without staging. Buckets that padding would inflate (`sends_padded` is False) are moved by one
-broadcast, or reduce, per owning rank. An axis of size 1 issues nothing. Fused copy-in and copy-out are FSDP2's idea;
-runs (`layout.moves`) make them one or two copies per parameter also where cuts are uneven.
+One collective per bucket and direction. A bucket whose gathered buffer is rank-major by itself
+(`layout.is_rank_major`) is gathered in place, without staging. Buckets that padding would inflate
+(`sends_padded` is False) are moved by one broadcast, or reduce, per owning rank. An axis of size 1
+issues nothing. Fused copy-in and copy-out are FSDP2's idea; runs (`layout.moves`) make them one or
+two copies per parameter also where cuts are uneven.
 
-Process groups order collectives by themselves, so entering and leaving the engine need no fence here: positions only go
-into error texts. All ranks must issue the same collectives in the same order.
+Process groups order collectives by themselves, so entering and leaving the engine need no fence
+here: positions only go into error texts. All ranks must issue the same collectives in the same
+order.
 
-Streams (CUDA): everything is enqueued on the caller's current stream, `wait` included, and the engine may wait on
-another stream than it issued on. Staging is therefore marked with `record_stream` wherever it is used and held by the
-handle until `wait`. `shard` and `out` belong to the caller, who keeps them alive until `wait` has returned.
+Streams (CUDA): everything is enqueued on the caller's current stream, `wait` included, and the
+engine may wait on another stream than it issued on. Staging is therefore marked with
+`record_stream` wherever it is used and held by the handle until `wait`. `shard` and `out` belong to
+the caller, who keeps them alive until `wait` has returned.
 """
 
 from __future__ import annotations
@@ -29,9 +32,19 @@ from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Pos
 from shardwise.errors import TransportError
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
-# Every backend moves these; others are gathered as bytes (Gloo has no float8 or int16, NCCL no int16).
+# Every backend moves these; others are gathered as bytes (Gloo has no float8 or int16, NCCL no
+# int16).
 _WIRE_DTYPES = frozenset(
-    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
+    (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+        torch.int8,
+    )
 )
 
 
@@ -49,7 +62,8 @@ class C10dTransport:
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
         if layout.world != self._shard.size:
             raise ValueError(
-                f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has {self._shard.size}; "
+                f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has "
+                f"{self._shard.size}; "
                 "lay the bucket out for the mesh that the transport serves."
             )
         if device.type != "meta":
@@ -59,7 +73,7 @@ class C10dTransport:
         return Bucket(name, layout, self._shard, self._replicate, buffer)
 
     def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
-        """`shard` may be in the stored or the gather dtype, in device or host memory; `out` decides both."""
+        """`shard` may have the stored or the gather dtype and lie on the host; `out` decides."""
         if bucket.shard.size == 1:
             if shard.data_ptr() != out.data_ptr():
                 out.copy_(shard, non_blocking=True)
@@ -84,7 +98,9 @@ class C10dTransport:
         return PackedGrads(plan, packed, pre_scale)
 
     def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
-        assert isinstance(grads, PackedGrads), f"{type(grads).__name__} was made by another transport"
+        assert isinstance(grads, PackedGrads), (
+            f"{type(grads).__name__} was made by another transport"
+        )
         plan, packed = grads.plan, grads.finish()
         if bucket.shard.size == 1:
             _scale(out, scale)
@@ -120,7 +136,7 @@ class C10dTransport:
         """Collectives in flight end by themselves: their works hold the buffers."""
 
     def agree(self, flags: list[bool]) -> list[bool]:
-        """One small MAX all-reduce per axis that has peers. The host waits: the answer steers what it issues."""
+        """One small MAX all-reduce per axis with peers. The host waits: it steers by the answer."""
         axes = [axis for axis in (self._shard, self._replicate) if axis.size > 1]
         if not axes or not flags:
             return list(flags)
@@ -137,7 +153,8 @@ class C10dTransport:
         at = self._position
         where = f"step {at.step}, {at.phase}, unit {at.unit}" if at else "outside of a step"
         return TransportError(
-            f"c10d: {what} failed on rank {self._shard.rank} of axis {self._shard.name!r} ({where}): {error}\n"
+            f"c10d: {what} failed on rank {self._shard.rank} of axis {self._shard.name!r} "
+            f"({where}): {error}\n"
             "A peer ended, issued something else, or took longer than the process group's timeout; "
             "read the logs of the other ranks first."
         )
@@ -166,7 +183,11 @@ class _Issued:
     __slots__ = ("_finish", "_transport", "_what", "_works")
 
     def __init__(
-        self, transport: C10dTransport, what: str, works: list[Any], finish: Callable[[], None] | None
+        self,
+        transport: C10dTransport,
+        what: str,
+        works: list[Any],
+        finish: Callable[[], None] | None,
     ) -> None:
         self._transport, self._what, self._works, self._finish = transport, what, works, finish
 
@@ -191,14 +212,16 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
 
 
-# Functions of torch.distributed are looked up at each call: tools count and replace them there. The older names warn
-# since 2.13, the newer ones do not exist before.
+# Functions of torch.distributed are looked up at each call: tools count and replace them there. The
+# older names warn since 2.13, the newer ones do not exist before.
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(_wire(out), _wire(part), group=group, async_op=True)
 
 
-def _reduce_scatter(out: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
+def _reduce_scatter(
+    out: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup | None
+) -> Any:
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(out, packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
 

@@ -1,11 +1,12 @@
-"""Staging between parameter-major and rank-major order: plans made once per bucket, and the buffer of a reduction.
+"""Staging between parameter-major and rank-major order: plans, and the buffer of a reduction.
 
     GatherPlan     rank-major buffer -> gathered buffer (copy-out)
     ReducePlan     gradients -> rank-major buffer (copy-in), padding, counts
     PackedGrads    a GradBuffer over one rank-major staging buffer
 
-For transports that move one rank-major buffer per bucket. Plans live in `bucket.private`; they hold numbers only, no
-tensors, because staging is made anew for each use and the caching allocator is what keeps its pages warm.
+For transports that move one rank-major buffer per bucket. Plans live in `bucket.private`; they hold
+numbers only, no tensors, because staging is made anew for each use and the caching allocator is
+what keeps its pages warm.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ Rows = tuple[tuple[int, int], tuple[int, int], int]
 
 
 def used_here(tensor: torch.Tensor) -> None:
-    """Keep the allocator from reusing staging before the current stream has passed this point (free on its own stream)."""
+    """Keep the allocator from reusing staging before the current stream has passed this point.
+
+    Free on the stream that it was made on.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """How a rank-major buffer is unpacked; `in_place` means that it is the gathered buffer already."""
+    """How a rank-major buffer is unpacked; `in_place`: it is the gathered buffer already."""
 
     packing: Packing
     padded: bool
@@ -45,7 +49,11 @@ class GatherPlan:
             layout = bucket.layout
             padded = layout.sends_padded
             packing = pack_shards(layout, padded=padded)
-            moves = tuple((m, layout.params[m.index].full_offset) for of_param in packing.moves for m in of_param)
+            moves = tuple(
+                (m, layout.params[m.index].full_offset)
+                for of_param in packing.moves
+                for m in of_param
+            )
             plan = bucket.private["gather_plan"] = cls(packing, padded, layout.is_rank_major, moves)
         return plan
 
@@ -59,20 +67,22 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
-    """How gradients are packed. `counts` and `gaps` (padding, zero-filled) are matrices within the packed buffer."""
+    """How gradients are packed; `counts` and `gaps` (padding) are matrices in the packed buffer."""
 
     layout: ReduceLayout
     packing: Packing
     padded: bool
     counts: tuple[Rows, ...]
     gaps: tuple[Rows, ...]
-    own: tuple[int, int, int]  # this rank's chunk: start, elements of data; where counts belong in `out`
+    own: tuple[
+        int, int, int
+    ]  # this rank's chunk: start, elements of data; where counts belong in `out`
 
     @classmethod
     def of(cls, bucket: Bucket, layout: ReduceLayout) -> ReducePlan:
-        """The plan of the bucket's latest reduce layout; a new one is made when `requires_grad` changed."""
+        """The plan of the bucket's latest reduce layout; another trainable part makes a new one."""
         plan = bucket.private.get("reduce_plan")
-        if plan is None or plan.layout is not layout:
+        if plan is None or plan.layout.indices != layout.indices:
             plan = bucket.private["reduce_plan"] = cls._make(layout, bucket.shard.rank)
         return plan
 
@@ -129,7 +139,9 @@ class PackedGrads:
             if self._arrived[index]:
                 target.add_(source, alpha=self._pre_scale)
             elif self._pre_scale != 1.0:
-                torch.mul(source, self._pre_scale, out=target)  # scaled before it is cast: 1e5 does not fit fp16
+                torch.mul(
+                    source, self._pre_scale, out=target
+                )  # scaled before it is cast: 1e5 does not fit fp16
             else:
                 target.copy_(source)
         self._arrived[index] = True
@@ -166,7 +178,7 @@ def _matrix(packed: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _gaps(data: list[int], counts_offset: int, chunk: int) -> list[Rows]:
-    """The space between data and counts, one matrix for neighbouring ranks with equally much data."""
+    """Space between data and counts: one matrix for neighbouring ranks with as much data."""
     gaps: list[Rows] = []
     for numel, run in groupby(range(len(data)), key=data.__getitem__):
         ranks = list(run)
@@ -176,7 +188,7 @@ def _gaps(data: list[int], counts_offset: int, chunk: int) -> list[Rows]:
 
 
 def _strided_part(grad: torch.Tensor, dim: int, move: Move) -> torch.Tensor:
-    """A run of a gradient with any strides (transposed, expanded) as (ranks, *shape of one rank's part)."""
+    """A run of a gradient with any strides (transposed, expanded): (ranks, *shape of a part)."""
     ranks = move.size[0]
     part = grad.narrow(dim, move.first_row, ranks * move.rows)
     return part.unflatten(dim, (ranks, move.rows)).movedim(dim, 0)

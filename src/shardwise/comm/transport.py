@@ -1,15 +1,16 @@
 """The seam between engine and communication: what a transport does, and what it is given.
 
-    gather(bucket, shard, out) -> Handle                 sharded buffer -> gathered buffer
-    grad_buffer(bucket, layout, out) -> GradBuffer       where arriving gradients of one reduction are put
-    reduce(bucket, grads, out, scale) -> Handle          full gradients -> this rank's shard of the sum, times scale
-    all_reduce(bucket, out) -> Handle                    the same over the replicate axis, on the reduced shard
-    enter(position) / leave(position) / abandon()        control passes from the user to the engine and back
-    agree(flags) -> flags                                "or" over all ranks, of facts that steer what is issued next
+    gather(bucket, shard, out) -> Handle             sharded buffer -> gathered buffer
+    grad_buffer(bucket, layout, out) -> GradBuffer   where gradients of one reduction are put
+    reduce(bucket, grads, out, scale) -> Handle      full gradients -> own shard of the sum, scaled
+    all_reduce(bucket, out) -> Handle                the same over the replicate axis, on that shard
+    enter(position) / leave(position) / abandon()    control passes from user to engine and back
+    agree(flags) -> flags                            "or" over all ranks, of facts that steer them
 
-A transport gets the layout and does the whole movement, so that each can avoid copies in its own way. It serves one mesh
-(a shard axis and a replicate axis); a bucket is bound to it once by `attach`, which also allocates the shard buffer,
-because some transports need it in memory that peers can read. All ranks attach the same buckets in the same order.
+A transport gets the layout and does the whole movement, so that each can avoid copies in its own
+way. It serves one mesh (a shard axis and a replicate axis); a bucket is bound to it once by
+`attach`, which also allocates the shard buffer, because some transports need it in memory that
+peers can read. All ranks attach the same buckets in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwise.layout import BucketLayout, ReduceLayout
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One mesh axis as a transport sees it. `ranks` are global, `rank` is the position of this process among them."""
+    """One mesh axis as a transport sees it: global `ranks`, and `rank`, this process's place."""
 
     name: str
     ranks: tuple[int, ...]
@@ -48,9 +49,10 @@ class Position:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Bucket:
-    """A bucket layout bound to a transport: identity, the flat shard buffer, and room for the transport's own state.
+    """A bucket layout bound to a transport: name, flat shard buffer, the transport's own state.
 
-    `buffer` has `layout.chunk_numel` elements of `layout.dtype`; this rank's parts lie at `layout.shard_offsets(rank)`.
+    `buffer` has `layout.chunk_numel` elements of `layout.dtype`; this rank's parts lie at
+    `layout.shard_offsets(rank)`.
     """
 
     name: str  # unit name and bucket index, e.g. "layers.3[0]"
@@ -62,7 +64,10 @@ class Bucket:
 
 
 class Handle(Protocol):
-    """A movement that was issued. `wait` returns when its result may be used by the current stream; twice is harmless."""
+    """A movement that was issued. `wait` returns when the current stream may use its result.
+
+    Waiting twice is harmless.
+    """
 
     def wait(self) -> None: ...
 
@@ -81,7 +86,7 @@ class GradBuffer(Protocol):
     """Collects the full gradients of one reduction as they arrive."""
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        """Gradient of `layout.params[index]` (full shape, any float dtype). A second arrival of an index adds."""
+        """Gradient of `layout.params[index]`: full shape, any float dtype. A second one adds."""
         ...
 
     def has(self, index: int) -> bool:
@@ -95,8 +100,11 @@ class GradBuffer(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """What the engine asks of a transport. `out` of `gather` is flat, `layout.full_numel` elements of `gather_dtype`;
-    `out` of `reduce` is flat, `ReduceLayout.chunk_numel` elements of `reduce_dtype`, with the counts at its end."""
+    """What the engine asks of a transport.
+
+    `out` of `gather` is flat, `layout.full_numel` elements of `gather_dtype`; `out` of `reduce` is
+    flat, `ReduceLayout.chunk_numel` elements of `reduce_dtype`, with the counts at its end.
+    """
 
     name: str
 
@@ -108,7 +116,9 @@ class Transport(Protocol):
         self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer: ...
 
-    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle: ...
+    def reduce(
+        self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float
+    ) -> Handle: ...
 
     def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle: ...
 

@@ -1,6 +1,7 @@
-"""Layout: pure data about who owns which rows, where they lie in which buffer, and what has to move.
+"""Layout: pure data about who owns which rows, where they lie in a buffer, and what has to move.
 
-No process group, no device. The engine allocates by it, the transports move by it, the planner sums it, tests assert it.
+No process group, no device. The engine allocates by it, the transports move by it, the planner sums
+it, tests assert it.
 
 Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `moves` -> `unit`.
 """
@@ -10,7 +11,14 @@ from shardwise.layout.cuts import Cuts
 from shardwise.layout.moves import Move, Packing, pack_grads, pack_shards
 from shardwise.layout.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.layout.reduce import ReduceLayout, layout_reduce
-from shardwise.layout.strategy import STRATEGIES, AxisPlacement, Lifetime, Placed, Strategy, strategy_named
+from shardwise.layout.strategy import (
+    STRATEGIES,
+    AxisPlacement,
+    Lifetime,
+    Placed,
+    Strategy,
+    strategy_named,
+)
 from shardwise.layout.unit import Collective, Moment, UnitLayout, layout_unit
 
 __all__ = [

@@ -1,11 +1,12 @@
 """Layout of a bucket: where every parameter lies in the shard buffer and in the gathered buffer.
 
-    shard buffer of rank r      | w1[r] ..pad | w2[r] ..pad | b[r] ..pad | ..pad to chunk |   stored dtype
-    gathered buffer             | w1 whole ..pad | w2 whole ..pad | b whole ..pad         |   gather dtype
+    shard buffer of rank r  | w1[r] ..pad | w2[r] ..pad | b[r] ..pad | ..pad to chunk |  stored dtype
+    gathered buffer         | w1 whole ..pad | w2 whole ..pad | b whole ..pad         |  gather dtype
 
-The gathered buffer is parameter-major: every parameter is whole and contiguous in it. Offsets are multiples of `ALIGN`
-elements, so that a rank's part starts where vector units like it and cuts of fused optimizers stay aligned. All shard
-buffers have the size of the largest one (`chunk_numel`), so a rank's buffer is what a collective sends as it is.
+The gathered buffer is parameter-major: every parameter is whole and contiguous in it. Offsets are
+multiples of `ALIGN` elements, so that a rank's part starts where vector units like it and cuts of
+fused optimizers stay aligned. All shard buffers have the size of the largest one (`chunk_numel`),
+so a rank's buffer is what a collective sends as it is.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ def aligned(numel: int) -> int:
 def padding_pays(padded_numel: int, exact_numel: int, dtype: torch.dtype) -> bool:
     """True when one padded collective beats one collective per rank of exact size.
 
-    One collective has one latency and every rank sends at once, so padding is preferred until it is half as much again
-    as the data itself (a matrix owned whole by one of N ranks pads to N times its size), and always while it is small:
-    a bias with fewer elements than there are ranks must not cost a broadcast per element.
+    One collective has one latency and every rank sends at once, so padding is preferred until it is
+    half as much again as the data itself (a matrix owned whole by one of N ranks pads to N times
+    its size), and always while it is small: a bias with fewer elements than there are ranks must
+    not cost a broadcast per element.
     """
     padding = padded_numel - exact_numel
     return 2 * padding <= exact_numel or padding * dtype.itemsize <= SMALL_PADDING_BYTES
@@ -95,7 +97,7 @@ class ParamLayout:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """Parameters of a unit that share axes, stored, gather and reduce dtype: one buffer, one collective."""
+    """Parameters of a unit that share axes and dtypes: one buffer, one collective."""
 
     params: tuple[ParamLayout, ...]
     dtype: torch.dtype
@@ -128,7 +130,7 @@ class BucketLayout:
 
     @property
     def is_rank_major(self) -> bool:
-        """True when the gathered buffer equals the shard buffers end to end: a collective may write it directly."""
+        """True when the gathered buffer is the shard buffers end to end: gathered in place."""
         if self.world == 1:
             return True
         if len(self.params) != 1:
@@ -138,11 +140,10 @@ class BucketLayout:
 
     @property
     def sends_padded(self) -> bool:
-        """True when one padded all-gather is preferred over a broadcast of each rank's exact part."""
+        """True when one padded all-gather is preferred over a broadcast of each exact part."""
         exact = sum(self.shard_numel(rank) for rank in range(self.world))
         return padding_pays(self.world * self.chunk_numel, exact, self.gather_dtype)
 
-    # -- bytes ---------------------------------------------------------------------------------------------------
     @property
     def shard_bytes(self) -> int:
         """Bytes that each rank keeps."""
@@ -178,9 +179,11 @@ def layout_bucket(
 
 
 def group_by_dtype(
-    specs: Iterable[ParamSpec], gather_dtype_of: dict[str, torch.dtype], reduce_dtype_of: dict[str, torch.dtype]
+    specs: Iterable[ParamSpec],
+    gather_dtype_of: dict[str, torch.dtype],
+    reduce_dtype_of: dict[str, torch.dtype],
 ) -> list[list[ParamSpec]]:
-    """Parameters in groups of equal (stored, gather, reduce) dtype, in the order of their first member."""
+    """Parameters in groups of equal (stored, gather, reduce) dtype, each where its first was."""
     groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[ParamSpec]] = {}
     for spec in specs:
         key = (spec.dtype, gather_dtype_of[spec.name], reduce_dtype_of[spec.name])
@@ -194,13 +197,15 @@ def _cuts_of(spec: ParamSpec, world: int) -> Cuts:
     else:
         if not 0 <= spec.shard_dim < len(spec.shape):
             raise ValueError(
-                f"{spec.name}: shard dim {spec.shard_dim} is outside the {len(spec.shape)} dims of {spec.shape}; "
+                f"{spec.name}: shard dim {spec.shard_dim} is outside the {len(spec.shape)} dims "
+                f"of {spec.shape}; "
                 f"choose one of 0 to {len(spec.shape) - 1}"
             )
         rows = spec.shape[spec.shard_dim]
         cuts = spec.cuts or Cuts.even(rows, world)
     if cuts.world != world or cuts.rows != rows:
         raise ValueError(
-            f"{spec.name}: cuts for {cuts.rows} rows on {cuts.world} ranks do not fit {rows} rows on {world} ranks"
+            f"{spec.name}: cuts for {cuts.rows} rows on {cuts.world} ranks do not fit {rows} rows "
+            f"on {world} ranks"
         )
     return cuts

@@ -1,10 +1,10 @@
 """Where a tensor is cut among the ranks of the shard axis.
 
-A tensor is seen as `(outer, rows, inner)`: `rows` is the dim that is cut, `outer` the product of the dims before it and
-`inner` of those behind it. The cut itself is a list of boundaries `0 = b0 <= b1 <= ... <= bN = rows`; rank r owns rows
-`[b_r, b_r+1)`. Three makers cover what the engine needs:
+A tensor is seen as `(outer, rows, inner)`: `rows` is the dim that is cut, `outer` the product of
+the dims before it and `inner` of those behind it. The cut itself is a list of boundaries `0 = b0 <=
+b1 <= ... <= bN = rows`; rank r owns rows `[b_r, b_r+1)`. Three makers cover what the engine needs:
 
-    even    torch.chunk's cut, DTensor's `Shard(dim)`: ceil(rows / N) each, the last ranks may get less or nothing
+    even    torch.chunk's and DTensor's cut: ceil(rows / N) each, the last may get less or nothing
     block   boundaries at multiples of a block, so that quantization blocks stay whole
     whole   all rows on one rank, for optimizers that need whole matrices (Muon, Shampoo)
 """
@@ -59,7 +59,7 @@ class Cuts:
 
     @property
     def is_exact(self) -> bool:
-        """True when every rank owns the same number of rows: one strided copy then moves all ranks' parts."""
+        """True when every rank owns equally many rows: one strided copy moves all parts."""
         first = self.bounds[1]
         return all(b == rank * first for rank, b in enumerate(self.bounds))
 

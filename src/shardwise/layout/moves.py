@@ -1,13 +1,14 @@
 """Moves: the strided copies between a rank-major buffer and whole parameters.
 
-    rank-major     | w1[0] ..pad | b[0] | ..pad | w1[1] ..pad | b[1] | ..pad | w1[2] ...      what a collective moves
-                     '-- chunk of rank 0 ------'  '-- chunk of rank 1 ------'
-    whole          | w1[0] w1[1] w1[2] |   | b[0] b[1] b[2] |                                 gathered copies, gradients
+    rank-major   | w1[0] ..pad | b[0] ..pad | w1[1] ..pad | b[1] ..pad | ...     collectives
+                   '---- chunk of rank 0 ---' '---- chunk of rank 1 ---'
+    whole        | w1[0] w1[1] ... |  | b[0] b[1] ... |                          copies, gradients
 
-Neighbouring ranks that own equally many rows of a parameter, at equal distances in the rank-major buffer, form a *run*;
-one strided copy moves a run. Exact cuts give one run per parameter whatever the world size, uneven ones mostly two
-(torch.chunk's cut leaves one rank with less), rows on one owner one. The numbers are `Tensor.as_strided` arguments, so
-that moving costs two views and one copy, and nothing is computed per step.
+Neighbouring ranks that own equally many rows of a parameter, at equal distances in the rank-major
+buffer, form a *run*; one strided copy moves a run. Exact cuts give one run per parameter whatever
+the world size, uneven ones mostly two (torch.chunk's cut leaves one rank with less), rows on one
+owner one. The numbers are `Tensor.as_strided` arguments, so that moving costs two views and one
+copy, and nothing is computed per step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from shardwise.layout.reduce import ReduceLayout
 class Move:
     """One run of one parameter. Both sides have `size` = (ranks, outer, rows of one rank * inner).
 
-    `whole_offset` counts from the parameter's first element, `packed_offset` from the start of the rank-major buffer.
+    `whole_offset` counts from the parameter's first element, `packed_offset` from the start of the
+    rank-major buffer.
     """
 
     index: int  # position in the params that were given
@@ -40,16 +42,20 @@ class Move:
 
     def packed(self, buffer: torch.Tensor) -> torch.Tensor:
         """The run in a flat rank-major buffer."""
-        return buffer.as_strided(self.size, self.packed_stride, buffer.storage_offset() + self.packed_offset)
+        return buffer.as_strided(
+            self.size, self.packed_stride, buffer.storage_offset() + self.packed_offset
+        )
 
     def whole(self, buffer: torch.Tensor, offset: int = 0) -> torch.Tensor:
         """The run in a contiguous tensor whose element `offset` is the parameter's first."""
-        return buffer.as_strided(self.size, self.whole_stride, buffer.storage_offset() + offset + self.whole_offset)
+        return buffer.as_strided(
+            self.size, self.whole_stride, buffer.storage_offset() + offset + self.whole_offset
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A rank-major buffer: where each rank's chunk starts (one entry more than ranks), and the moves of its parts."""
+    """A rank-major buffer: where each rank's chunk starts (and the last ends), and its moves."""
 
     starts: tuple[int, ...]
     moves: tuple[tuple[Move, ...], ...]  # per parameter
@@ -63,7 +69,7 @@ class Packing:
 
 
 def pack_shards(layout: BucketLayout, *, padded: bool) -> Packing:
-    """Shard buffers end to end: all of `chunk_numel` elements, or each cut to what its rank fills."""
+    """Shard buffers end to end: each of `chunk_numel` elements, or cut to what its rank fills."""
     if padded:
         sizes = [layout.chunk_numel] * layout.world
     else:
@@ -80,9 +86,14 @@ def pack_grads(layout: ReduceLayout, *, padded: bool) -> Packing:
     return _pack(layout.params, [layout.offsets(r) for r in range(layout.world)], sizes)
 
 
-def _pack(params: Sequence[ParamLayout], offsets: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> Packing:
+def _pack(
+    params: Sequence[ParamLayout], offsets: Sequence[tuple[int, ...]], sizes: Sequence[int]
+) -> Packing:
     starts = tuple(accumulate(sizes, initial=0))
-    places = [[start + at for at in rank_offsets] for start, rank_offsets in zip(starts, offsets, strict=False)]
+    places = [
+        [start + at for at in rank_offsets]
+        for start, rank_offsets in zip(starts, offsets, strict=False)
+    ]
     moves = tuple(_moves_of(i, p, [rank[i] for rank in places]) for i, p in enumerate(params))
     return Packing(starts, moves)
 
@@ -103,7 +114,9 @@ def _moves_of(index: int, param: ParamLayout, places: Sequence[int]) -> tuple[Mo
     return tuple(_move(index, param, run, places) for run in runs)
 
 
-def _continues(run: list[int], rank: int, rows: int, param: ParamLayout, places: Sequence[int]) -> bool:
+def _continues(
+    run: list[int], rank: int, rows: int, param: ParamLayout, places: Sequence[int]
+) -> bool:
     if rows != param.cuts.size(run[-1]):
         return False
     return len(run) == 1 or places[rank] - places[run[-1]] == places[run[1]] - places[run[0]]

@@ -1,4 +1,4 @@
-"""Policies that users hand to `fully_shard`: frozen data, named and defaulted as in torch's `fully_shard`."""
+"""Policies that users hand to `fully_shard`: frozen data with the names and defaults of torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class MixedPrecisionPolicy:
     """Dtypes of computation and reduction; `None` means the parameter's own.
 
     Attributes:
-        param_dtype: dtype of the gathered parameters, and so of forward and backward.
-        reduce_dtype: dtype in which gradients are summed, over ranks and over micro-batches without sync
+        param_dtype: dtype of the gathered parameters, and so of forward and backward. reduce_dtype:
+        dtype in which gradients are summed, over ranks and over micro-batches without sync
             (default: `param_dtype`).
         output_dtype: floating outputs of the unit's forward are cast to it.
         cast_forward_inputs: cast floating inputs of the unit's forward to `param_dtype`.
@@ -30,9 +30,14 @@ class MixedPrecisionPolicy:
             if dtype is None:
                 continue
             if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"MixedPrecisionPolicy.{key}: expected a torch.dtype, found {dtype!r}")
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{key}: expected a torch.dtype, found {dtype!r}"
+                )
             if not dtype.is_floating_point:
-                raise ValueError(f"MixedPrecisionPolicy.{key}: {dtype} is no floating dtype; use e.g. torch.bfloat16")
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{key}: {dtype} is no floating dtype; "
+                    "use e.g. torch.bfloat16"
+                )
 
     def gather_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Dtype of the gathered copy of a parameter that is stored as `stored`."""
@@ -50,6 +55,6 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, sharded gradients and with them optimizer states live in host memory; gathers go to the device."""
+    """Shards, sharded gradients and optimizer states live on the host, gathers go to the device."""
 
     pin_memory: bool = True

@@ -1,11 +1,12 @@
 """Layout of a reduction: where every trainable gradient lies in what the ranks exchange.
 
-    chunk for rank r     | w1[r] | w2[r] | b[r] | ..pad | n_w1 n_w2 n_b |      reduce dtype
-                                                         '- one per parameter: ranks that had a gradient
+    chunk for rank r   | w1[r] | w2[r] | b[r] | ..pad | n_w1 n_w2 n_b |   reduce dtype
+                                                      '- one per parameter: ranks with a gradient
 
-Only trainable parameters are in it, packed without gaps, so frozen parameters cost nothing; it is rebuilt when a
-`requires_grad` changes. All chunks have the size of the largest (`chunk_numel`). The counts ride at the end of the chunk
-at the same place for every rank; only "zero or not" is read from them, which a sum of ones keeps exact in any dtype.
+Only trainable parameters are in it, packed without gaps, so frozen parameters cost nothing; it is
+rebuilt when a `requires_grad` changes. All chunks have the size of the largest (`chunk_numel`). The
+counts ride at the end of the chunk at the same place for every rank; only "zero or not" is read
+from them, which a sum of ones keeps exact in any dtype.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class ReduceLayout:
 
     @property
     def sends_padded(self) -> bool:
-        """True when one padded reduce-scatter is preferred over a reduce of each rank's exact chunk to it."""
+        """True when one padded reduce-scatter is preferred over a reduce of each exact chunk."""
         return padding_pays(self.world * self.chunk_numel, self._exact_numel, self.dtype)
 
     @property

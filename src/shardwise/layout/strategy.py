@@ -1,15 +1,16 @@
-"""Strategies are values: what each mesh axis does to parameter, gradient and optimizer state (DESIGN section 4).
+"""Strategies are values: what each mesh axis does to parameter, gradient and optimizer state.
 
-                         shard axis                     replicate axis       gathered copy lives
-    no_shard             absent (size 1)                everything           the shard is the whole
-    shard_optimizer      optimizer, gradient            -                    until the shards are written
-    shard_grad_op        optimizer, gradient            -                    until the shards are written
-    full_shard           parameter, gradient, optimizer -                    for one use
-    hybrid_shard         as full_shard                  everything           for one use
+                     shard axis                       replicate axis   gathered copy lives
+    no_shard         absent (size 1)                  everything       the shard is the whole
+    shard_optimizer  optimizer, gradient              -                until the shards are written
+    shard_grad_op    optimizer, gradient              -                until the shards are written
+    full_shard       parameter, gradient, optimizer   -                for one use
+    hybrid_shard     as full_shard                    everything       for one use
 
-`shard_optimizer` differs from `shard_grad_op` in one thing: between micro-batches its gradient is a partial sum on every
-rank, so that one reduction serves the whole step. Ideas: ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054), and the
-placements-per-axis view of Megatron-FSDP; FSDP2's `reshard_after_forward=False | int` are two more points of the space.
+`shard_optimizer` differs from `shard_grad_op` in one thing: between micro-batches its gradient is a
+partial sum on every rank, so that one reduction serves the whole step. Ideas: ZeRO (Rajbhandari et
+al. 2020, arXiv 1910.02054), and the placements-per-axis view of Megatron-FSDP; FSDP2's
+`reshard_after_forward=False | int` are two more points of the space.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ _REPLICATED = AxisPlacement(Placed.REPLICATE, Placed.REPLICATE, Placed.REPLICATE
 class Strategy:
     """What is sharded where, and how long a gathered copy lives.
 
-    `shard` is the placement on the shard axis (None: the strategy has none, every rank holds everything).
-    `forward_world` > 0 keeps, between forward and backward, shards over that many ranks instead of all of them.
+    `shard` is the placement on the shard axis (None: the strategy has none, every rank holds
+    everything). `forward_world` > 0 keeps, between forward and backward, shards over that many
+    ranks instead of all of them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Layout of a unit: its buckets under a strategy, the collectives that a step needs, and the bytes each moment holds."""
+"""Layout of a unit: its buckets under a strategy, the collectives of a step, the bytes it holds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class UnitLayout:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered copy, zero where the shard itself is the whole and needs no cast."""
+        """Bytes of the gathered copy; zero where the shard is the whole and needs no cast."""
         return sum(b.full_bytes for b in self.buckets if b.world > 1 or b.needs_cast)
 
     @property
@@ -58,7 +58,7 @@ class UnitLayout:
         return sum(r.counts_offset * r.bucket.dtype.itemsize for r in self.reduces)
 
     def collectives(self, *, root: bool = False, sync: bool = True) -> tuple[Collective, ...]:
-        """What one micro-batch issues, in order. `root`: its copy lives on to the backward under `USE`'s root rule."""
+        """What one micro-batch issues, in order; the copy of a `root` under `USE` lives on."""
         out: list[Collective] = []
         for bucket in self.buckets:
             if bucket.world > 1:

@@ -1,0 +1,109 @@
+"""Which transport serves a mesh: by name, by the user's own object, or chosen for the hardware.
+
+"auto"            shared memory where all ranks are CPU ranks of one host, else c10d
+"c10d"            process groups: any backend, any number of hosts
+"shared_memory"   CPU ranks of one host; an error where it cannot work
+"fake"            records, moves nothing; needs no process group
+a Transport       as it is
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from weakref import WeakValueDictionary
+
+import torch
+
+from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.fake import FakeTransport
+from shardwise.comm.transport import Axis, Transport
+from shardwise.errors import TransportError
+
+NAMES = ("auto", "c10d", "shared_memory", "fake")
+
+# Transports that hold memory per mesh (`per_mesh = True`) serve all models on it. Weak: the units
+# that use a transport keep it alive, and a group that is gone cannot be mistaken for a later one
+# of the same id while its transport lives.
+_opened: WeakValueDictionary[tuple[object, ...], Transport] = WeakValueDictionary()
+
+
+def open_transport(
+    name: str | Transport, shard: Axis, replicate: Axis, device: torch.device
+) -> Transport:
+    """The transport of a mesh; all ranks of the mesh call it with the same name.
+
+    Raises ValueError for a name that does not exist, TransportError for one that cannot work here.
+    """
+    if not isinstance(name, str):
+        return _users_own(name)
+    choice, reason = _choose(name, shard, replicate, device)
+    if choice == "fake":
+        return FakeTransport(shard, replicate)
+    if choice == "c10d":
+        return C10dTransport(shard, replicate)
+    if reason:
+        raise TransportError(
+            f"transport='shared_memory' cannot serve this mesh: {reason}. Use 'auto' or 'c10d'."
+        )
+    from shardwise.comm.shared_memory import SharedMemoryTransport
+
+    key = (choice, *((axis.ranks, id(axis.group)) for axis in (shard, replicate)))
+    transport = _opened.get(key)
+    if transport is None:
+        transport = SharedMemoryTransport(shard, replicate)
+        if getattr(transport, "per_mesh", False):
+            _opened[key] = transport
+    return transport
+
+
+def explain_choice(
+    name: str | Transport, shard: Axis, replicate: Axis, device: torch.device
+) -> str:
+    """One sentence: the transport that `open_transport` gives, and why."""
+    if not isinstance(name, str):
+        return f"{_users_own(name).name}: the transport object that was passed"
+    choice, reason = _choose(name, shard, replicate, device)
+    if name != "auto":
+        return f"{choice}: asked for by name" + (
+            f", but it cannot work here: {reason}" if reason else ""
+        )
+    if choice == "shared_memory":
+        return (
+            "shared_memory: the ranks run on the CPU of one host and can read each other's memory"
+        )
+    return f"c10d: {reason}"
+
+
+def _choose(
+    name: str, shard: Axis, replicate: Axis, device: torch.device
+) -> tuple[str, str | None]:
+    """The transport's name, and what speaks against shared memory if it was considered."""
+    if name not in NAMES:
+        nearest = get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(NAMES)}"
+        raise ValueError(f"unknown transport {name!r}; {hint}")
+    if name in ("c10d", "fake"):
+        return name, None
+    reason = _no_shared_memory(shard, replicate, device)
+    if name == "auto" and reason:
+        return "c10d", reason
+    return "shared_memory", reason
+
+
+def _no_shared_memory(shard: Axis, replicate: Axis, device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return f"parameters live on {device.type}, shared memory serves CPU ranks"
+    if shard.size == 1 and replicate.size == 1:
+        return "one rank has nobody to share with"
+    from shardwise.comm.shared_memory import shared_memory_reason
+
+    return shared_memory_reason((shard, replicate))
+
+
+def _users_own(transport: Transport) -> Transport:
+    if isinstance(transport, type) or not isinstance(transport, Transport):
+        raise ValueError(
+            f"transport: expected one of {', '.join(NAMES)} or an object with the methods of "
+            f"shardwise.comm.Transport, found {transport!r}"
+        )
+    return transport

@@ -1,0 +1,141 @@
+"""A transport that moves nothing between ranks and records what would have moved.
+
+For planners, tests and dry runs: it needs no process group, so one process can play any rank of
+1,024. What this rank holds goes where it belongs, peers contribute zeros: a gather fills the own
+rows and zeroes the others, a reduction yields the own gradient times the scale. Every tensor of
+the engine has its real size; the staging buffers of other transports are not imitated.
+
+`record` lists, in order, what a transport with one collective per bucket issues; sizes are what
+one rank puts in, as in `UnitLayout.collectives`. An axis of size 1 leaves no entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.layout import BucketLayout, ParamLayout, ReduceLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One collective that was not issued."""
+
+    kind: str  # "gather" | "reduce" | "all_reduce" | "agree"
+    bucket: str
+    size_bytes: int
+
+
+class FakeTransport:
+    """Records instead of communicating; see the module's docstring."""
+
+    name = "fake"
+
+    def __init__(self, shard: Axis, replicate: Axis) -> None:
+        self._shard = shard
+        self._replicate = replicate
+        self.record: list[Recorded] = []
+
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+        if layout.world != self._shard.size:
+            raise ValueError(
+                f"{name}: the layout is for {layout.world} ranks, "
+                f"axis {self._shard.name!r} has {self._shard.size}"
+            )
+        buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
+        return Bucket(name, layout, self._shard, self._replicate, buffer)
+
+    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+        layout, rank = bucket.layout, bucket.shard.rank
+        if bucket.shard.size == 1:
+            if shard.data_ptr() != out.data_ptr():
+                out.copy_(shard)
+            return DONE
+        size_bytes = layout.chunk_numel * layout.gather_dtype.itemsize
+        self.record.append(Recorded("gather", bucket.name, size_bytes))
+        out.zero_()
+        for param, at in zip(layout.params, layout.shard_offsets(rank), strict=True):
+            whole = out[param.full_offset : param.full_offset + param.numel]
+            own = own_part(whole.view(param.spec.shape), param, rank)
+            own.copy_(shard[at : at + own.numel()].view(own.shape))
+        return DONE
+
+    def grad_buffer(
+        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+    ) -> GradBuffer:
+        return OwnGrads(layout, bucket.shard.rank, out, pre_scale)
+
+    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
+        assert isinstance(grads, OwnGrads), f"{type(grads).__name__} is not of this transport"
+        grads.finish()
+        out.mul_(scale)
+        if bucket.shard.size > 1 and out.numel():
+            size_bytes = grads.layout.packed_numel * out.dtype.itemsize
+            self.record.append(Recorded("reduce", bucket.name, size_bytes))
+        return DONE
+
+    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+        if bucket.replicate.size > 1 and out.numel():
+            size_bytes = out.numel() * out.dtype.itemsize
+            self.record.append(Recorded("all_reduce", bucket.name, size_bytes))
+        return DONE
+
+    def enter(self, position: Position) -> None:
+        """Nobody to wait for."""
+
+    def leave(self, position: Position) -> None:
+        """Nobody to wait for."""
+
+    def abandon(self) -> None:
+        """Nothing is in flight."""
+
+    def agree(self, flags: list[bool]) -> list[bool]:
+        """The own flags: peers are taken to say False."""
+        for axis in (self._shard, self._replicate):
+            if axis.size > 1 and flags:
+                self.record.append(Recorded("agree", axis.name, len(flags)))
+        return list(flags)
+
+    def close(self) -> None:
+        """Nothing to give back; the record stays."""
+
+
+class OwnGrads:
+    """A GradBuffer that keeps this rank's rows only, in `out` itself."""
+
+    __slots__ = ("_arrived", "_offsets", "_out", "_pre_scale", "_rank", "layout")
+
+    def __init__(
+        self, layout: ReduceLayout, rank: int, out: torch.Tensor, pre_scale: float
+    ) -> None:
+        self.layout, self._rank, self._out, self._pre_scale = layout, rank, out, pre_scale
+        self._offsets = layout.offsets(rank)
+        self._arrived = [False] * len(layout.indices)
+        out.zero_()
+
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        own = own_part(grad.detach(), self.layout.params[index], self._rank)
+        at = self._offsets[index]
+        target = self._out[at : at + own.numel()].view(own.shape)
+        target.add_(own, alpha=self._pre_scale)
+        self._arrived[index] = True
+
+    def has(self, index: int) -> bool:
+        return self._arrived[index]
+
+    def discard(self) -> None:
+        """`out` is the caller's."""
+
+    def finish(self) -> None:
+        for count, arrived in zip(
+            self._out[self.layout.counts_offset :], self._arrived, strict=True
+        ):
+            count.fill_(float(arrived))
+
+
+def own_part(whole: torch.Tensor, param: ParamLayout, rank: int) -> torch.Tensor:
+    """The rows of `rank` as a view; of a scalar one element or none."""
+    whole = whole if whole.dim() else whole.view(1)
+    return whole.narrow(param.spec.shard_dim, param.cuts.start(rank), param.cuts.size(rank))
