@@ -8,12 +8,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
-import ranks
 import torch
+
+import ranks
 
 torch.set_num_threads(1)
 
-# No deadline: two cores are shared with other work. The same examples on each CI run: a red CI has a cause.
+# No deadline: two cores are shared with other work. In CI the same examples on each run.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")

@@ -1,8 +1,9 @@
 """What a rank process of the test pool runs: wait for a job, run it, reset the process, report.
 
-The parent's side is ranks.py. A rank is forked from a server that has torch loaded already. Its life:
+The parent's side is ranks.py. A rank is forked from a server that has torch loaded. Its life:
 
-    guard against orphans -> output to a log file -> process group -> "ready" -> { job -> reset -> report }*
+    guard against orphans -> output to a log file -> process group -> "ready"
+    -> { job -> reset -> report }*
 
 A rank ends when its pipe closes, and the kernel ends it when the fork server goes, so that none
 survives pytest, however pytest ended.
@@ -31,7 +32,8 @@ PR_SET_PDEATHSIG = 1
 DUMP_STACKS = signal.SIGUSR1
 # Above any test's own limit: the pool's limit, which shows stacks, must come first.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(minutes=20)
-# Groups made by tests stay alive because DTensor caches refer to them; the pool is replaced at this many.
+# Groups that tests make stay alive, because DTensor's caches refer to them; the pool is replaced
+# when it has this many.
 MAX_GROUPS = 48
 
 
@@ -94,6 +96,9 @@ def announce(name: str) -> None:
 
 def main(conn: Connection, spec: RankSpec) -> None:
     """The whole life of a rank process; never returns."""
+    # What the fork server loaded is no garbage: a collection that walks it takes 110 ms and copies
+    # its pages.
+    gc.freeze()
     _die_with_parent()
     log = _send_output_to(spec.log_path)
     faulthandler.enable(file=log)
@@ -119,8 +124,8 @@ def main(conn: Connection, spec: RankSpec) -> None:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The fork server ends when the last copy of this descriptor closes; a rank that hangs would keep
-    # it, and with it itself, alive after pytest was killed.
+    # The fork server ends when the last copy of this descriptor closes; a rank that hangs would
+    # keep it, and with it itself, alive after pytest was killed.
     server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
     if server._forkserver_alive_fd is not None:
         with open(os.devnull) as nothing:
@@ -139,7 +144,7 @@ def _send_output_to(path: str) -> Any:
 
 
 def _connect(spec: RankSpec) -> Reset:
-    global _identity
+    global _identity  # noqa: PLW0603 - announce() is called by bodies, which hold no handle
     import torch
     import torch.distributed as dist
 
@@ -152,7 +157,8 @@ def _connect(spec: RankSpec) -> Reset:
         GROUP_RANK="0",
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(spec.store_port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent serves the store, as torchrun's agent does
+        # The parent serves the store, as torchrun's agent does.
+        TORCHELASTIC_USE_AGENT_STORE="True",
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",
     )
@@ -217,8 +223,6 @@ class Reset:
         self._cwd = os.getcwd()
         self._default_group = self._current_group()
         torch.manual_seed(0)
-        gc.collect()
-        gc.freeze()  # else each collection walks all of torch: 110 ms instead of less than 1
 
     def after(self, report: Report) -> Report:
         """The report of the job, or a failure report when the reset itself failed."""

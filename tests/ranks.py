@@ -13,9 +13,9 @@ name in the rank process, so it must not be nested in another function.
     results = run_ranks(2, function, *args)       # function(rank, world, *args) on the same pool
     with spawn_ranks(2, function, *args) as group: ...   # fresh processes, for tests that end ranks
 
-Cost on 2 cores: about 2 s for the first test (torch is loaded once, in a fork server), 0.1 s for each
-further world size, a few ms for each further test. After a failed test the ranks of that size are
-replaced, since their state may be bad. The rank's side is rank_worker.py.
+Cost on 2 cores: about 2 s for the first test (torch is loaded once, in a fork server), 0.1 s for
+each further world size, a few ms for each further test. After a failed test the ranks of that size
+are replaced, since their state may be bad. The rank's side is rank_worker.py.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import rank_worker
 from rank_worker import BodyOf, Job, RankSpec, Report, announce
 
@@ -110,7 +111,9 @@ def on_ranks(
         parameters = [p for name, p in wants.items() if name not in ("rank", "world")]
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter("world", keyword))
-        marked: Any = pytest.mark.parametrize("world", worlds, ids=[f"{w}ranks" for w in worlds])(test)
+        marked: Any = pytest.mark.parametrize("world", worlds, ids=[f"{w}ranks" for w in worlds])(
+            test
+        )
         marked = pytest.mark.timeout(timeout_s + START_TIMEOUT_S)(marked)
         marked.rank_body = body
         marked.__signature__ = inspect.Signature(parameters)
@@ -134,7 +137,11 @@ def run_ranks(
 
 
 def spawn_ranks(
-    world: int, function: Callable[..., Any], *args: Any, backend: str | None = "gloo", **kwargs: Any
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = "gloo",
+    **kwargs: Any,
 ) -> RankGroup:
     """Start function(rank, world, *args, **kwargs) on fresh rank processes and return at once.
 
@@ -232,7 +239,9 @@ class RankGroup:
         deadline = time.monotonic() + timeout_s
         while not self.store.check([f"announce/{name}/{rank}"]):
             if not self._processes[rank].is_alive():
-                raise RankError(f"rank {rank} died before it announced '{name}'\n{self.output(rank)}")
+                raise RankError(
+                    f"rank {rank} died before it announced '{name}'\n{self.output(rank)}"
+                )
             if time.monotonic() > deadline:
                 raise RankError(f"rank {rank} did not announce '{name}' within {timeout_s:g} s")
             time.sleep(0.005)
@@ -245,7 +254,7 @@ class RankGroup:
             return ""
 
     def close(self) -> None:
-        """End the processes: at once when busy, else they leave by themselves as their pipe closes."""
+        """End the processes: idle ones leave as their pipe closes, busy ones are killed."""
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + 0.5
@@ -304,24 +313,29 @@ class RankGroup:
 
 
 def describe(outcomes: list[Outcome], timeout_s: float) -> str:
-    """All ranks in words: failures and deaths by time, then those still running, then the others."""
-    order = {"failed": 0, "died": 0, "running": 1}
-    bad = [o for o in outcomes if o.kind in order]
-    bad.sort(key=lambda o: (order[o.kind], o.elapsed_s))
-    world = len(outcomes)
+    """All ranks in words: failures and deaths by time, then those that still run, then the rest."""
+    said = {"failed": "failed", "died": "died", "running": "is still running"}
+    bad = [outcome for outcome in outcomes if outcome.kind in said]
+    bad.sort(key=lambda outcome: (outcome.kind == "running", outcome.elapsed_s))
     lines = []
     if bad and bad[0].kind == "running":
-        lines.append(f"the time limit of {timeout_s:g} s is over; stacks of the ranks that still run:")
-    said = {"failed": "failed", "died": "died", "running": "is still running"}
-    for position, outcome in enumerate(bad):
-        first = " (the first cause)" if position == 0 and len(bad) > 1 and order[outcome.kind] == 0 else ""
-        lines.append(f"--- rank {outcome.rank} of {world} {said[outcome.kind]} after {outcome.elapsed_s:.2f} s{first}")
-        lines.append(outcome.text.rstrip())
+        lines.append(
+            f"the time limit of {timeout_s:g} s is over; the stacks of ranks that still run:"
+        )
+    for outcome in bad:
+        line = f"--- rank {outcome.rank} of {len(outcomes)} {said[outcome.kind]} after"
+        is_first_cause = outcome is bad[0] and len(bad) > 1 and outcome.kind != "running"
+        cause = " (the first cause)" if is_first_cause else ""
+        lines += [f"{line} {outcome.elapsed_s:.2f} s{cause}", outcome.text.rstrip()]
         if outcome.output:
-            lines += [f"... output of rank {outcome.rank}:", outcome.output[-LOG_TAIL_CHARS:].rstrip()]
+            lines += [
+                f"... output of rank {outcome.rank}:",
+                outcome.output[-LOG_TAIL_CHARS:].rstrip(),
+            ]
     for outcome in outcomes:
-        if outcome.kind not in order:
-            lines.append(f"--- rank {outcome.rank} of {world}: {outcome.kind} after {outcome.elapsed_s:.2f} s")
+        if outcome not in bad:
+            line = f"--- rank {outcome.rank} of {len(outcomes)}: {outcome.kind}"
+            lines.append(f"{line} after {outcome.elapsed_s:.2f} s")
     return "\n".join(lines)
 
 
@@ -354,7 +368,7 @@ def _run_on_pool(
         keep = all(o.kind in ("ok", "skipped") and not o.stale for o in outcomes)
         return outcomes
     finally:
-        # Also when pytest's own time limit or Ctrl-C ends the wait: the ranks are in unknown states.
+        # Also when pytest's own time limit or Ctrl-C ends the wait: the ranks' state is unknown.
         if not keep:
             del _pools[key]
             group.close()
@@ -364,15 +378,18 @@ def _pickled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> by
     try:
         call = pickle.dumps((function, args, kwargs))
     except Exception as error:
-        culprits = [f"{name} ({type(value).__qualname__})" for name, value in _unpicklable(function, args, kwargs)]
+        found = _unpicklable(function, args, kwargs)
+        culprits = [f"{name} ({type(value).__qualname__})" for name, value in found]
         raise ValueError(
-            f"cannot send {', '.join(culprits) or 'the call'} to the ranks: {error}. Rank bodies take "
-            "picklable values (tmp_path, numbers, tensors, dtypes), and functions that are importable."
+            f"cannot send {', '.join(culprits) or 'the call'} to the ranks: {error}. "
+            "They take picklable values (tmp_path, numbers, tensors, dtypes) and importable functions."
         ) from error
     return pickle.dumps(Job(tuple(sys.path), call))
 
 
-def _unpicklable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _unpicklable(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
     positional = [(f"argument {position}", value) for position, value in enumerate(args)]
     for name, value in [("the function", function), *positional, *kwargs.items()]:
         try:
@@ -390,7 +407,7 @@ def _describe_exit(code: int | None) -> str:
 
 
 def _kill_group(process: Any) -> None:
-    # The rank leads a process group, unless it was too young; both ids are of a process that we started.
+    # The rank leads a process group of its own, unless it is too young yet.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -398,7 +415,7 @@ def _kill_group(process: Any) -> None:
 
 def _fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
-    # Only what the tests have imported without an error here: an error in the server would be obscure.
+    # Only what was imported without an error here: in the server an error would be obscure.
     loaded = sorted(name for name in sys.modules if name.split(".")[0] == "shardwise")
     context.set_forkserver_preload([*PRELOAD, *loaded])
     # Thread pools read these as they are loaded, and forking is safe without threads only.
@@ -429,5 +446,5 @@ _open_groups: list[RankGroup] = []
 def close_all() -> None:
     """End every rank process that this process has started."""
     _pools.clear()
-    for group in list(_open_groups):
+    for group in _open_groups:
         group.close()

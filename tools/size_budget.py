@@ -1,0 +1,33 @@
+"""Hold src/ to a size that a reader can take in: lines in all, and lines a file."""
+
+import sys
+from pathlib import Path
+
+MAX_LINES = 13_000
+WARN_FILE_LINES = 600
+MAX_FILE_LINES = 700
+SOURCE = Path(__file__).resolve().parent.parent / "src"
+
+
+def main() -> int:
+    """Print the total and every long file; 1 when a limit is passed."""
+    sizes = {path: len(path.read_text().splitlines()) for path in sorted(SOURCE.rglob("*.py"))}
+    total, failed = sum(sizes.values()), False
+    for path, lines in sizes.items():
+        if lines > WARN_FILE_LINES:
+            too_long = lines > MAX_FILE_LINES
+            failed |= too_long
+            word = "error" if too_long else "warning"
+            name = path.relative_to(SOURCE.parent)
+            print(
+                f"{name}: {word}: {lines} lines; split it by noun ({MAX_FILE_LINES} is the limit)"
+            )
+    if total > MAX_LINES:
+        failed = True
+        print(f"src/: error: {total:,} lines; the budget is {MAX_LINES:,}")
+    print(f"{total:,} of {MAX_LINES:,} lines in {len(sizes)} files")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
