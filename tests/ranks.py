@@ -382,7 +382,7 @@ def _pickled(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> by
         culprits = [f"{name} ({type(value).__qualname__})" for name, value in found]
         raise ValueError(
             f"cannot send {', '.join(culprits) or 'the call'} to the ranks: {error}. "
-            "They take picklable values (tmp_path, numbers, tensors, dtypes) and importable functions."
+            "They take importable functions, and values that pickle (tmp_path, numbers, tensors)."
         ) from error
     return pickle.dumps(Job(tuple(sys.path), call))
 

@@ -102,6 +102,8 @@ def test_leaves_a_mess(rank):
     torch.set_grad_enabled(False)
     torch.manual_seed(rank)
     os.environ["SHARDWISE_LEFT"] = "1"
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    assert torch._dynamo.utils.counters["frames"]
     os.chdir("/")
 
 
@@ -112,4 +114,5 @@ def test_passes_after():
     assert torch.initial_seed() == 0
     assert "SHARDWISE_LEFT" not in os.environ
     assert os.getcwd() != "/"
+    assert not torch._dynamo.utils.counters["frames"]
     dist.barrier()
