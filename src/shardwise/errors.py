@@ -32,3 +32,7 @@ class DivergenceError(ShardwiseError, RuntimeError):
 
 class EngineError(ShardwiseError, RuntimeError):
     """The engine was used at the wrong moment; names the unit and the remedy."""
+
+
+class TrainingError(ShardwiseError, RuntimeError):
+    """A training job that cannot go on: a loss that is no number, a rank that is lost."""

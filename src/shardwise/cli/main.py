@@ -1,0 +1,57 @@
+"""Finds the sub-command and runs it. Exit codes: 0 done, 2 a user's mistake (one line on stderr), 1
+the rest.
+
+A command is a module and its `main(arguments) -> exit code`; adding one is a line in `_COMMANDS`.
+Nothing is imported before it is needed, so `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# name -> (module with `main`, what it does)
+_COMMANDS = {
+    "train": (
+        "shardwise.train.command",
+        "train a model, sharded over ranks; start again to continue",
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("--help", "-h"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        import shardwise
+
+        print(f"shardwise {shardwise.__version__}")
+        return 0
+    name = words[0]
+    if name not in _COMMANDS:
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(_COMMANDS)}"
+        print(f"shardwise: {name}: unknown command; {hint}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(_COMMANDS[name][0])
+    try:
+        return module.main(words[1:])
+    except BrokenPipeError:  # `shardwise train --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _help() -> str:
+    width = max(len(name) for name in _COMMANDS)
+    commands = "\n".join(f"  {name:{width}}  {text}" for name, (_, text) in _COMMANDS.items())
+    return (
+        "usage: shardwise COMMAND [ARGUMENTS]\n\n"
+        f"commands:\n{commands}\n\n"
+        "shardwise COMMAND --help explains one; shardwise --version prints the version"
+    )

@@ -1,0 +1,111 @@
+"""The command line of `train`: arguments to a checked configuration, then to a launcher or to one
+rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+from shardwise.train.config_file import load_config
+
+_OWN_OPTIONS = ("nproc", "port")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """`[CONFIG.toml] [--section.key value ...] [--nproc N] [--port N]`, split but not yet
+    checked."""
+
+    config_file: str | None
+    overrides: tuple[tuple[str, str], ...]
+    nproc: int | None
+    port: int
+    for_ranks: tuple[str, ...]
+    """The arguments that every rank gets: all but --nproc and --port."""
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """Splits arguments; both `--key value` and `--key=value` are understood."""
+    config_file: str | None = None
+    overrides: list[tuple[str, str]] = []
+    own: dict[str, int] = {}
+    for_ranks: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            if config_file is not None:
+                raise ConfigError(
+                    f"{word}: a second configuration file; {config_file} is the first"
+                )
+            config_file = word
+            for_ranks.append(word)
+            continue
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key:
+            raise ConfigError(f"{word}: unknown option; options look like --section.key value")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"--{key}: needs a value (--{key} VALUE)")
+            value = rest.pop(0)
+        if key in _OWN_OPTIONS:
+            own[key] = _number(key, value)
+            continue
+        overrides.append((key, value))
+        for_ranks.append(f"--{key}={value}")
+    return Arguments(
+        config_file, tuple(overrides), own.get("nproc"), own.get("port", 0), tuple(for_ranks)
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `train` and returns its exit code: the launcher, or one rank where torchrun has set
+    RANK."""
+    if "--help" in arguments or "-h" in arguments:
+        from shardwise.train.help import print_help
+
+        print_help()
+        return 0
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _run_as_rank(arguments)
+    try:
+        parsed = parse(arguments)
+        loaded = load_config(parsed.config_file, parsed.overrides)
+        from shardwise.train.launch import launch
+
+        return launch(loaded, parsed.for_ranks, parsed.nproc, parsed.port)
+    except ConfigError as error:
+        print(f"shardwise train: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_as_rank(arguments: Sequence[str]) -> int:
+    from shardwise.train.stop import StopRequest
+
+    stop = StopRequest()
+    stop.install()  # before the seconds in which torch is imported
+    try:
+        parsed = parse(arguments)
+        if parsed.nproc is not None or parsed.port:
+            raise ConfigError("--nproc, --port: the ranks are started by torchrun; give them to it")
+        loaded = load_config(parsed.config_file, parsed.overrides)
+    except ConfigError as error:
+        if os.environ["RANK"] == "0":
+            print(f"shardwise train: {error}", file=sys.stderr)
+        return 2
+    from shardwise.train.worker import exit_now, run_rank
+
+    code = run_rank(loaded, stop)
+    if code:
+        exit_now(code)
+    return code
+
+
+def _number(key: str, text: str) -> int:
+    low, high = (1, 2**16) if key == "nproc" else (0, 2**16 - 1)
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise ConfigError(f"--{key}: expected a whole number from {low} to {high}, found {text!r}")
+    return int(text)

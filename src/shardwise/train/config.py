@@ -1,0 +1,322 @@
+"""The configuration of a training job: frozen data, its defaults, and the checks between keys.
+
+One dataclass per section; the text under a key is its help. Only keys that have an effect exist.
+`ineffective(config)` names the keys that other keys switch off: setting one of them is an error,
+and the effective configuration that a run writes leaves them out. Reading files and overrides is
+`config_file.py`'s work; nothing here imports torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+DType = Literal["float32", "bfloat16"]
+StrategyName = Literal[
+    "auto", "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    dir: str = "runs/default"
+    """Where the run writes: config.toml, metrics.jsonl, checkpoints/. Starting again continues."""
+    seed: int = 0
+    """Seeds weights, data order and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: GPUs where torch sees them, else CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    kind: str = "decoder"
+    """decoder, or module:function for your own model (its other keys go to that function)."""
+    dim: int = 128
+    """Width of the residual stream."""
+    layers: int = 4
+    """Number of blocks."""
+    heads: int = 4
+    """Query heads; dim / heads must be even."""
+    kv_heads: int = 0
+    """Key/value heads of grouped-query attention; 0: as many as heads."""
+    hidden: int = 0
+    """Width of the SwiGLU layer; 0: 8/3 dim, rounded up to a multiple of 64."""
+    vocab_size: int = 256
+    """256 for bytes; set it for token files."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    tie_embeddings: bool = False
+    """Use the embedding matrix as the output matrix too."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def num_hidden(self) -> int:
+        return self.hidden or -(-8 * self.dim // 3 // 64) * 64
+
+
+@dataclass(frozen=True, slots=True)
+class CustomModelConfig:
+    """A user's factory, `module:function`; `options` are the other keys of [model], passed to
+    it."""
+
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    source: str | tuple[str, ...] = "stdlib"
+    """stdlib (Python's own source files), paths of text or token files (.bin, .npy), or
+    module:function."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    held_out: float = 0.02
+    """Share of the data kept for evaluation, never trained on."""
+    token_dtype: Literal["uint16", "uint8"] = "uint16"
+    """What .bin files hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainConfig:
+    steps: int = 300
+    """Optimizer steps of the whole run, the resumed part included."""
+    global_batch: int = 32
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch: int = 16
+    """Sequences per forward on one rank; global_batch is a multiple of ranks * micro_batch."""
+    grad_clip: float = 1.0
+    """Limit of the global gradient norm; 0: none."""
+    eval_every: int = 100
+    """Steps between evaluations on the held-out part (and after the last step); 0: never."""
+    eval_samples: int = 128
+    """Held-out sequences per evaluation, evenly spread over the held-out part."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimConfig:
+    kind: Literal["adamw"] = "adamw"
+    """adamw: weight decay on matrices only."""
+    lr: float = 3e-3
+    """Highest learning rate, reached after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moment estimates."""
+    weight_decay: float = 0.1
+    """Decoupled decay, applied to parameters with two or more dims."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """After the warm-up: down a cosine to final_lr_ratio * lr, or constant."""
+    final_lr_ratio: float = 0.1
+    """Where the cosine ends, as a share of lr."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    strategy: StrategyName = "auto"
+    """What is sharded; auto: full_shard, or hybrid_shard when mesh.replicate > 1."""
+    unit: str | int | tuple[str, ...] = "auto"
+    """What is gathered together: auto, class names or name patterns, or a size in bytes."""
+    transport: Literal["auto", "c10d", "shared_memory"] = "auto"
+    """How shards move between ranks."""
+    param_dtype: DType = "float32"
+    """What forward and backward compute in; master weights stay float32."""
+    reduce_dtype: DType = "float32"
+    """What gradients are summed in."""
+    activation_checkpointing: bool = False
+    """Recompute each unit's activations in backward instead of keeping them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshConfig:
+    replicate: int = 1
+    """Replicas of the sharded model (hybrid_shard)."""
+    shard: int = -1
+    """Ranks that share one copy of the model; -1: all that are left."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    every: int = 100
+    """Steps between checkpoints; the last step and SIGTERM save too. 0: only these."""
+    keep: int = 2
+    """How many complete checkpoints stay; 0: all."""
+    resume: str = "auto"
+    """auto: continue the run directory; off: refuse one that holds checkpoints; or a checkpoint to
+    start from."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    every: int = 10
+    """Steps between console lines where there is no progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    run: RunConfig = RunConfig()
+    model: DecoderConfig | CustomModelConfig = DecoderConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    shard: ShardConfig = ShardConfig()
+    mesh: MeshConfig = MeshConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config)}
+
+
+def is_factory(text: object) -> bool:
+    """`package.module:function`, as `model.kind` and `data.source` take it."""
+    if not isinstance(text, str):
+        return False
+    module, colon, name = text.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
+
+
+def ineffective(config: Config) -> dict[str, str]:
+    """Keys that have no effect beside the other keys, each with the reason."""
+    found: dict[str, str] = {}
+    sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
+    if is_factory(config.data.source):
+        for key in ("data.seq_len", "data.held_out", "data.token_dtype"):
+            found[key] = f"data.source = {config.data.source!r} makes its own samples"
+    elif not any(s.endswith(".bin") for s in sources):
+        found["data.token_dtype"] = "only .bin files need it, and data.source names none"
+    if config.train.eval_every == 0:
+        found["train.eval_samples"] = "train.eval_every is 0"
+    if config.optim.schedule != "cosine":
+        found["optim.final_lr_ratio"] = f"optim.schedule is {config.optim.schedule!r}"
+    return found
+
+
+# Lower bounds (inclusive) of the numbers; None stands for "above zero".
+_AT_LEAST: dict[str, float | None] = {
+    "run.seed": 0,
+    "model.dim": 1,
+    "model.layers": 1,
+    "model.heads": 1,
+    "model.kv_heads": 0,
+    "model.hidden": 0,
+    "model.vocab_size": 2,
+    "model.rope_theta": None,
+    "data.seq_len": 1,
+    "train.steps": 1,
+    "train.global_batch": 1,
+    "train.micro_batch": 1,
+    "train.grad_clip": 0,
+    "train.eval_every": 0,
+    "train.eval_samples": 1,
+    "optim.lr": None,
+    "optim.weight_decay": 0,
+    "optim.warmup_steps": 0,
+    "optim.final_lr_ratio": 0,
+    "mesh.replicate": 1,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 0,
+    "log.every": 1,
+}
+
+
+def problems(config: Config) -> list[tuple[str, str]]:
+    """What is wrong with a configuration on any number of ranks: (key, what to do) pairs."""
+    found = _number_problems(config)
+    if found:  # the checks below may divide by these numbers
+        return found
+    model, data = config.model, config.data
+    if isinstance(model, DecoderConfig):
+        found += _decoder_problems(model)
+    if not 0 < data.held_out < 1:
+        found.append(("data.held_out", f"{data.held_out} is not between 0 and 1"))
+    if not data.source:
+        found.append(("data.source", "is empty; name files, or use 'stdlib'"))
+    if any(not 0 <= b < 1 for b in config.optim.betas):
+        found.append(("optim.betas", f"{list(config.optim.betas)} are not all in [0, 1)"))
+    if config.optim.final_lr_ratio > 1:
+        found.append(("optim.final_lr_ratio", f"{config.optim.final_lr_ratio} is above 1"))
+    if config.mesh.shard != -1 and config.mesh.shard < 1:
+        found.append(
+            ("mesh.shard", f"{config.mesh.shard} is neither -1 (all that are left) nor >= 1")
+        )
+    if isinstance(config.shard.unit, int) and config.shard.unit < 1:
+        found.append(("shard.unit", f"{config.shard.unit} bytes is not a size"))
+    found += _strategy_problems(config)
+    return found
+
+
+def _number_problems(config: Config) -> list[tuple[str, str]]:
+    found = []
+    for key, low in _AT_LEAST.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name, None)
+        if value is None:  # a decoder key under a custom model
+            continue
+        if value != value or value in (float("inf"), float("-inf")):
+            found.append((key, f"{value} is not a number to compute with"))
+        elif low is None and not value > 0:
+            found.append((key, f"{value} is not above 0"))
+        elif low is not None and not value >= low:
+            found.append((key, f"{value} is below {low:g}"))
+    return found
+
+
+def _decoder_problems(model: DecoderConfig) -> list[tuple[str, str]]:
+    if model.dim % model.heads or (model.dim // model.heads) % 2:
+        text = f"{model.heads} heads do not cut model.dim = {model.dim} into parts of even width"
+        return [("model.heads", text)]
+    if model.heads % model.num_kv_heads:
+        text = f"{model.kv_heads} does not divide model.heads = {model.heads}"
+        return [("model.kv_heads", text)]
+    return []
+
+
+def _strategy_problems(config: Config) -> list[tuple[str, str]]:
+    strategy, replicate = config.shard.strategy, config.mesh.replicate
+    if strategy == "hybrid_shard" and replicate == 1:
+        return [("shard.strategy", "hybrid_shard needs mesh.replicate above 1; or use full_shard")]
+    if strategy not in ("auto", "hybrid_shard") and replicate > 1:
+        text = f"{replicate} replicas need shard.strategy hybrid_shard (or auto), not {strategy}"
+        return [("mesh.replicate", text)]
+    return []
+
+
+def resolved_strategy(config: Config) -> str:
+    """The strategy that `auto` stands for."""
+    if config.shard.strategy != "auto":
+        return config.shard.strategy
+    return "hybrid_shard" if config.mesh.replicate > 1 else "full_shard"
+
+
+def mesh_shape(config: Config, world_size: int) -> tuple[int, int]:
+    """(replicate, shard) sizes on that many ranks, -1 resolved; see `world_problems`."""
+    shard = config.mesh.shard
+    return config.mesh.replicate, world_size // config.mesh.replicate if shard == -1 else shard
+
+
+def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
+    """What is wrong with a configuration on that many ranks."""
+    found = []
+    replicate, shard = mesh_shape(config, world_size)
+    if replicate * shard != world_size:
+        if config.mesh.shard == -1:
+            text = f"{replicate} replicas cannot share {world_size} ranks evenly"
+            found.append(("mesh.replicate", text))
+        else:
+            text = f"{replicate} replicas x {shard} shards are {replicate * shard} ranks, not the "
+            found.append(
+                ("mesh.shard", f"{text}{world_size} of this job; use -1 for all that are left")
+            )
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % (world_size * micro):
+        step = world_size * micro
+        nearest = max(step, round(batch / step) * step)
+        text = (
+            f"{batch} is not a multiple of {world_size} ranks x micro_batch {micro} = {step}; "
+            f"use {nearest}, or another train.micro_batch"
+        )
+        found.append(("train.global_batch", text))
+    return found

@@ -1,0 +1,69 @@
+"""What a person sees of a job: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+class Console:
+    """Rank 0 shows; the other ranks have a silent one."""
+
+    def __init__(self, *, total_steps: int, line_every: int, silent: bool) -> None:
+        self._total, self._every, self._silent = total_steps, line_every, silent
+        self._progress: Any = None
+        self._task: Any = None
+
+    def say(self, text: str) -> None:
+        if self._silent:
+            return
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def start(self, step: int) -> None:
+        if self._silent or not sys.stdout.isatty():
+            return
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("", total=self._total, completed=step)
+        self._progress.start()
+
+    def step(self, row: dict[str, Any]) -> None:
+        step = row["step"]
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=_short(row))
+            if "val_loss" in row:
+                self.say(self._line(row))
+        elif step % self._every == 0 or step == self._total or "val_loss" in row:
+            self.say(self._line(row))
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _line(self, row: dict[str, Any]) -> str:
+        return f"step {row['step']:>{len(str(self._total))}}/{self._total}  {_short(row)}"
+
+
+def _short(row: dict[str, Any]) -> str:
+    speed = next((f"{row[k]:,.0f} {k[:-6]}/s" for k in row if k.endswith("s_per_s")), "")
+    parts = [f"loss {row['loss']:.4f}"]
+    parts += [f"val_loss {row['val_loss']:.4f}"] if "val_loss" in row else []
+    parts += [f"norm {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}", speed]
+    return "  ".join(parts)

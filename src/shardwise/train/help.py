@@ -1,0 +1,61 @@
+"""`shardwise train --help`, drawn by tyro from the configuration dataclasses and the texts under
+their keys."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from shardwise.train.config import (
+    CheckpointConfig,
+    DataConfig,
+    DecoderConfig,
+    LogConfig,
+    MeshConfig,
+    OptimConfig,
+    RunConfig,
+    ShardConfig,
+    TrainConfig,
+)
+
+_DESCRIPTION = (
+    "Train a model, sharded over ranks. Without a CONFIG.toml it trains the built-in decoder on the "
+    "Python standard library's own source files. Options override the file; the run directory keeps "
+    "the effective configuration, and starting again continues there."
+)
+
+
+@dataclass
+class _Command:
+    config: Annotated[
+        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[CONFIG.toml]", name="config")
+    ] = None
+    """Configuration file with the sections below."""
+    nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Ranks to start here. Default: one per GPU, or 2 on CPU."""
+    port: int = 0
+    """Port for the ranks to meet at; 0: a free one."""
+    run: RunConfig = field(default_factory=RunConfig)
+    model: DecoderConfig = field(default_factory=DecoderConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+def print_help() -> None:
+    with contextlib.suppress(SystemExit):  # argparse's way to end after help
+        tyro.cli(
+            _Command,
+            prog="shardwise train",
+            description=_DESCRIPTION,
+            args=["--help"],
+            use_underscores=True,
+            config=(tyro.conf.FlagConversionOff,),
+        )

@@ -1,0 +1,117 @@
+"""Puts a job together: data, model, starting point, optimizer, run directory; checks before the
+first write."""
+
+from __future__ import annotations
+
+import torch
+
+import shardwise
+from shardwise.checkpoint import store
+from shardwise.checkpoint.manager import CheckpointManager
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.rng import seed_rng
+from shardwise.train.config import Config, resolved_strategy, world_problems
+from shardwise.train.config_file import LoadedConfig, config_as_toml
+from shardwise.train.console import Console
+from shardwise.train.data import open_data
+from shardwise.train.loop import Job, run_steps
+from shardwise.train.metrics import MetricsFile
+from shardwise.train.model import build_model, shard_and_fill
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.resume import find_start
+from shardwise.train.run_dir import RunDir, finished
+from shardwise.train.stop import StopRequest
+
+
+def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest) -> None:
+    """Runs the whole job; every rank calls it. ConfigError if it cannot start, with nothing
+    written."""
+    config = loaded.config
+    for key, text in world_problems(config, ranks.world_size):
+        raise loaded.error(key, text)
+    run_dir = RunDir(config)
+    ranks.on_rank0(run_dir.check)
+    ranks.on_rank0(run_dir.lock)
+    if done := ranks.on_rank0(lambda: finished(config)):
+        if ranks.rank == 0:
+            print(done, flush=True)
+        return
+    job, notes = _build(loaded, ranks, device, stop, run_dir)
+    job.console.say(_describe(job))
+    for note in notes:
+        job.console.say(note)
+    job.console.start(job.step)
+    try:
+        end = run_steps(job)
+    finally:
+        job.console.stop()
+        if job.metrics is not None:
+            job.metrics.close()
+    job.console.say(f"{end} ({run_dir.path})")
+
+
+def _build(
+    loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest, run_dir: RunDir
+) -> tuple[Job, list[str]]:
+    config, search_dir = loaded.config, loaded.path.parent if loaded.path else None
+    data = ranks.on_each(lambda: open_data(config, search_dir))
+    model = ranks.on_each(lambda: build_model(config, search_dir))
+    manager = CheckpointManager(run_dir.checkpoints, ranks, keep=config.checkpoint.keep)
+    start, notes = find_start(config, manager, ranks, data, model)
+    if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
+        notes.append(f"changed since the run began: {', '.join(changed)}")
+
+    shard_and_fill(model, config, device, ranks.world_size)
+    optimizer = build_optimizer(model, config.optim)
+    step = position = 0
+    seed_rng(config.run.seed, step, ranks.rank)
+    if start is not None:
+        restored = manager.load(start, model, optimizer)
+        step, position = start.step, restored.facts["position"]
+        notes.append(f"continuing from {start.path}")
+        if not restored.rng_restored:
+            seed_rng(config.run.seed, step, ranks.rank)
+            notes.append(
+                f"written by {start.world_size} ranks, now {ranks.world_size}: random streams "
+                "(dropout) start anew, everything else continues"
+            )
+    ranks.on_rank0(lambda: _open_run_dir(config, run_dir))
+    job = Job(
+        config=config,
+        ranks=ranks,
+        device=device,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        checkpoints=manager,
+        metrics=MetricsFile(run_dir.metrics_file, step) if ranks.rank == 0 else None,
+        console=Console(
+            total_steps=config.train.steps, line_every=config.log.every, silent=ranks.rank != 0
+        ),
+        stop=stop,
+        step=step,
+        position=position,
+    )
+    return job, notes
+
+
+def _open_run_dir(config: Config, run_dir: RunDir) -> None:
+    run_dir.create()
+    store.clean(run_dir.checkpoints)
+    store.replace_file(run_dir.config_file, config_as_toml(config).encode())
+
+
+def _describe(job: Job) -> str:
+    config, data = job.config, job.data
+    parameters = sum(p.numel() for p in job.model.parameters())
+    held_out = len(data.held_out) if data.held_out is not None else 0
+    sequences = (
+        "samples" if data.unit == "sample" else f"sequences of {data.units_per_sample} {data.unit}s"
+    )
+    threads = f", {torch.get_num_threads()} thread(s) each" if job.device.type == "cpu" else ""
+    return (
+        f"shardwise {shardwise.__version__}: {job.ranks.world_size} rank(s) on {job.device.type}"
+        f"{threads}, {resolved_strategy(config)}, {config.shard.param_dtype}\n"
+        f"model {config.model.kind}: {parameters:,} parameters; "
+        f"data: {len(data.train):,} {sequences}, {held_out:,} held out"
+    )

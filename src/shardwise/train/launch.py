@@ -1,0 +1,137 @@
+"""Starts the ranks of a job on this machine, through torchrun's own API.
+
+    shardwise train CONFIG ...   -> this launcher -> N times `python -m shardwise.train CONFIG ...`
+    torchrun -m shardwise.train CONFIG ...        -> the same ranks, started by somebody else
+
+The launcher lets the ranks finish: SIGTERM and the first Ctrl-C reach them as a stop file, which
+they look for once a step (each rank runs in its own session, so the terminal's Ctrl-C does not). A
+second signal ends all at once. When the launcher itself is killed, the kernel ends the ranks
+(`worker.die_with_launcher`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import world_problems
+from shardwise.train.config_file import LoadedConfig
+from shardwise.train.run_dir import RunDir, finished
+from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
+
+_DEFAULT_CPU_RANKS = 2
+
+
+def launch(loaded: LoadedConfig, arguments: Sequence[str], nproc: int | None, port: int) -> int:
+    """Checks what can be checked without the ranks, runs them with `arguments`, returns the exit
+    code."""
+    run_dir = RunDir(loaded.config)
+    run_dir.check()
+    if nproc is not None:  # before the seconds that importing torch takes
+        _check_world(loaded, nproc)
+    if done := finished(loaded.config):
+        print(done)
+        return 0
+    _check_port(port)
+    if nproc is None:
+        nproc = _default_ranks(loaded)
+        _check_world(loaded, nproc)
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        stop_file = Path(folder, "stop")
+        _forward_signals(stop_file)
+        os.environ[STOP_FILE_VARIABLE] = str(stop_file)
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)))
+        return _run(["-m", "shardwise.train", *arguments], nproc, port, stop_file)
+
+
+def _run(command: list[str], nproc: int, port: int, stop_file: Path) -> int:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The ranks say themselves what went wrong; the agent's banner would bury it.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"shardwise-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"localhost:{port}",
+        max_restarts=0,
+        signals_to_handle="SIGQUIT",  # the others are ours: see the module's docstring
+    )
+    try:
+        elastic_launch(config, sys.executable)(*command)
+        return 0
+    except ChildFailedError as error:
+        failed = error
+    codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    if 2 in codes.values():
+        return 2
+    if stop_file.exists() and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGINT}:
+        return 0  # asked to stop before the ranks could listen: there is nothing to save yet
+    first_rank, failure = failed.get_first_failure()
+    print(
+        f"shardwise train: rank {first_rank} failed ({_describe_exit(failure.exitcode)}); "
+        "the other ranks were ended. Start again to continue from the last checkpoint",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _forward_signals(stop_file: Path) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
+        if stop_file.exists():
+            os._exit(128 + number)  # the second time: now; the ranks die with us
+        # Whole at once, since the ranks may look at any moment.
+        draft = stop_file.with_suffix(".new")
+        draft.write_text(signal.Signals(number).name)
+        draft.rename(stop_file)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
+
+
+def _describe_exit(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _check_world(loaded: LoadedConfig, nproc: int) -> None:
+    for key, text in world_problems(loaded.config, nproc):
+        raise loaded.error(key, text)
+
+
+def _check_port(port: int) -> None:
+    """A taken port is the user's mistake; torchrun would wait for whoever listens there."""
+    if port == 0:
+        return
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"--port: {port} cannot be used ({error.strerror}); choose another, or leave it out"
+            ) from None
+
+
+def _default_ranks(loaded: LoadedConfig) -> int:
+    """All GPUs, else 2 ranks on CPU."""
+    if loaded.config.run.device == "cpu":
+        return _DEFAULT_CPU_RANKS
+    import torch
+
+    return torch.cuda.device_count() or _DEFAULT_CPU_RANKS
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,234 @@
+"""The training job on one page: steps, evaluation, metrics, checkpoints, an orderly stop.
+
+A step reads `global_batch` samples at the run's position; rank r takes the r-th contiguous part,
+cut into micro-batches. Strategies that keep the gradient partial (`no_shard`, `shard_optimizer`)
+reduce it with the last micro-batch only; the others keep it sharded and reduce every time. Once a
+step all ranks exchange a few numbers (loss, wish to stop, memory): so all stop, or fail on a loss
+that is no number, at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.checkpoint.manager import CheckpointManager
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.errors import TrainingError
+from shardwise.train._seam import clip_grad_norm_, no_sync
+from shardwise.train.config import Config, resolved_strategy
+from shardwise.train.config_file import config_as_dict
+from shardwise.train.console import Console
+from shardwise.train.data import Data, Samples
+from shardwise.train.metrics import MetricsFile
+from shardwise.train.optimizer import learning_rate, set_learning_rate
+from shardwise.train.order import Int64Array, SampleOrder
+from shardwise.train.stop import StopRequest
+
+
+@dataclass(slots=True)
+class Job:
+    """Everything a running job consists of; `step` and `position` are what it has done so far."""
+
+    config: Config
+    ranks: Ranks
+    device: torch.device
+    data: Data
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    checkpoints: CheckpointManager
+    metrics: MetricsFile | None
+    console: Console
+    stop: StopRequest
+    step: int = 0
+    position: int = 0
+
+
+def run_steps(job: Job) -> str:
+    """Trains until the last step or a request to stop; returns the sentence to end with."""
+    config, order = job.config, SampleOrder(len(job.data.train), job.config.run.seed)
+    buffers = _persistent_float_buffers(job.model)
+    saved_step = job.step
+    while job.step < config.train.steps:
+        row, stopped = _train_step(job, order)
+        _average(buffers, job.ranks.world_size)
+        last = job.step == config.train.steps
+        if _due(config.train.eval_every, job.step, last) and job.data.held_out is not None:
+            row.update(evaluate(job, job.data.held_out))
+        if job.metrics is not None:
+            job.metrics.write(row)
+        job.console.step(row)
+        if last or stopped or (config.checkpoint.every and job.step % config.checkpoint.every == 0):
+            save(job)
+            saved_step = job.step
+        if stopped and not last:
+            return f"stopped by {stopped} after step {saved_step}, saved; start again to continue"
+    return f"finished step {job.step}"
+
+
+def _due(every: int, step: int, last: bool) -> bool:
+    return every > 0 and (last or step % every == 0)
+
+
+def _train_step(job: Job, order: SampleOrder) -> tuple[dict[str, Any], str]:
+    """One optimizer step: the row for metrics.jsonl, and what asked the job to stop (or
+    nothing)."""
+    config, started = job.config, time.perf_counter()
+    job.step += 1
+    lr = learning_rate(config, job.step)
+    set_learning_rate(job.optimizer, lr)
+    job.model.train()
+    job.optimizer.zero_grad()
+    means = _forward_backward(job, order)
+    job.position += config.train.global_batch
+
+    names = sorted(means)
+    numbers = [means[name] for name in names]
+    table = job.ranks.gather_floats([bool(job.stop.by), _peak_memory_bytes(job.device), *numbers])
+    logged = dict(zip(names, table[:, 2:].mean(dim=0).tolist(), strict=True))
+    _check_finite(logged["loss"], "loss", job)
+    max_norm = config.train.grad_clip or math.inf
+    grad_norm = float(clip_grad_norm_(job.model.parameters(), max_norm))
+    _check_finite(grad_norm, "gradient norm", job)
+    job.optimizer.step()
+
+    elapsed_s = time.perf_counter() - started
+    per_step = config.train.global_batch * job.data.units_per_sample
+    speed = "samples_per_s" if job.data.unit == "sample" else "tokens_per_s"
+    row = {
+        "step": job.step,
+        **logged,
+        "grad_norm": grad_norm,
+        "lr": lr,
+        "epoch": job.position / order.num_samples,
+        speed: per_step / elapsed_s,
+        "step_time_s": elapsed_s,
+        "peak_memory_bytes": int(table[:, 1].max()),
+    }
+    return row, (job.stop.by or "another rank") if table[:, 0].any() else ""
+
+
+def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
+    """All micro-batches of this rank; returns the means of what the model logs."""
+    batches = list(_micro_batches(job, order))
+    reduce_once = resolved_strategy(job.config) in ("no_shard", "shard_optimizer")
+    sums: dict[str, Tensor] = {}
+    for i, indices in enumerate(batches):
+        batch = _to_device(job.data.train.batch(indices), job.device)
+        wait = reduce_once and i < len(batches) - 1
+        with no_sync(job.model) if wait else contextlib.nullcontext():
+            outputs = _outputs(job.model(batch))
+            (outputs["loss"] / len(batches)).backward()
+        for name, value in outputs.items():
+            sums[name] = sums.get(name, 0) + value.detach().double()
+    return {name: float(total) / len(batches) for name, total in sums.items()}
+
+
+def _micro_batches(job: Job, order: SampleOrder) -> Iterator[Int64Array]:
+    train = job.config.train
+    share = train.global_batch // job.ranks.world_size
+    first = job.position + job.ranks.rank * share
+    for start in range(first, first + share, train.micro_batch):
+        yield order.indices(start, train.micro_batch)
+
+
+@torch.no_grad()
+def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
+    """Means over `eval_samples` held-out samples, as `val_<name>`; the same samples on any world
+    size."""
+    count = min(job.config.train.eval_samples, len(held_out))
+    chosen = np.linspace(0, len(held_out) - 1, count).astype(np.int64)
+    own = chosen[job.ranks.rank :: job.ranks.world_size]
+    micro = job.config.train.micro_batch
+    # Every rank runs equally many forwards, which gather parameters together; spare ones weigh
+    # nothing.
+    longest = -(-count // job.ranks.world_size)
+    sums: dict[str, float] = {}
+    job.model.eval()
+    for start in range(0, longest, micro):
+        indices = own[start : start + micro]
+        weight = len(indices)
+        batch = held_out.batch(indices if weight else chosen[:1])
+        for name, value in _outputs(job.model(_to_device(batch, job.device))).items():
+            sums[name] = sums.get(name, 0.0) + float(value) * weight
+    names = sorted(sums)
+    totals = job.ranks.gather_floats([sums[name] for name in names]).sum(dim=0) / count
+    return {f"val_{name}": total for name, total in zip(names, totals.tolist(), strict=True)}
+
+
+def save(job: Job) -> None:
+    if job.metrics is not None:
+        job.metrics.sync()
+    facts = {
+        "position": job.position,
+        "data": job.data.fingerprint,
+        "seed": job.config.run.seed,
+        "config": config_as_dict(job.config),
+    }
+    job.checkpoints.save(job.step, job.model, job.optimizer, facts)
+
+
+def _outputs(result: Any) -> dict[str, Tensor]:
+    """What a model returned as named scalars, the loss among them."""
+    outputs = result if isinstance(result, dict) else {"loss": result}
+    loss = outputs.get("loss")
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ValueError(
+            "the model's forward must return its loss (one number), or a dict with 'loss'; "
+            f"got {type(result).__name__}"
+        )
+    return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in outputs.items()}
+
+
+def _to_device(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {k: _to_device(v, device) for k, v in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_to_device(v, device) for v in batch)
+    return batch
+
+
+def _check_finite(value: float, what: str, job: Job) -> None:
+    if not math.isfinite(value):
+        raise TrainingError(
+            f"step {job.step}: the {what} is {value}; the step was not taken. Start again from the "
+            "last checkpoint with a lower optim.lr, or look at the data of this step"
+        )
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def _persistent_float_buffers(model: nn.Module) -> list[Tensor]:
+    """Batch norm's running statistics and the like: what a checkpoint holds besides parameters."""
+    saved = model.state_dict().keys()
+    named = model.named_buffers()
+    return [b for name, b in named if name in saved and b.is_floating_point()]
+
+
+@torch.no_grad()
+def _average(buffers: list[Tensor], world_size: int) -> None:
+    """Each rank's batches move its own running statistics; averaged every step, all ranks (and the
+    checkpoint, which holds one copy) have those of the whole batch."""
+    if not buffers or world_size == 1:
+        return
+    flat = torch.cat([b.flatten().float() for b in buffers])
+    dist.all_reduce(flat)
+    flat /= world_size
+    for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+        buffer.copy_(mean.view_as(buffer))

@@ -1,0 +1,82 @@
+"""The model of a job: built, sharded and filled with its first weights.
+
+    model.kind = "decoder"            the built-in decoder
+    model.kind = "module:function"    function(options) -> nn.Module; options: a dict of the other
+                                      keys of [model]. `forward(batch)` returns the loss (a mean over the
+                                      batch), or a dict with "loss" and further scalars to log
+
+A factory may build on the meta device; then each module with tensors needs `reset_parameters`, and
+the engine fills it unit by unit. Weights made on a real device are taken as they are: the factory
+runs under the same seed on every rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.errors import ConfigError
+from shardwise.train._seam import MixedPrecisionPolicy, materialize, shard_model
+from shardwise.train.config import Config, CustomModelConfig, mesh_shape, resolved_strategy
+from shardwise.train.decoder import Decoder
+from shardwise.train.factory import load_factory
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def build_model(config: Config, search_dir: Path | None) -> nn.Module:
+    """The whole model, unsharded; the decoder on the meta device."""
+    section = config.model
+    if not isinstance(section, CustomModelConfig):
+        with torch.device("meta"):
+            return Decoder(section, config.data.seq_len)
+    factory = load_factory("model.kind", section.kind, search_dir)
+    torch.manual_seed(config.run.seed)
+    model = factory(dict(section.options))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model.kind: {section.kind} must return an nn.Module, got {type(model).__name__}"
+        )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(
+            f"model.kind: {section.kind} returns a model without trainable parameters"
+        )
+    return model
+
+
+def shard_and_fill(
+    model: nn.Module, config: Config, device: torch.device, world_size: int
+) -> nn.Module:
+    """Shards the model as [shard] and [mesh] say and gives it its first weights on `device`."""
+    section = config.shard
+    on_meta = any(p.is_meta for p in model.parameters())
+    if not on_meta:
+        model.to(device)
+    strategy = resolved_strategy(config)
+    shape = mesh_shape(config, world_size)
+    if strategy == "hybrid_shard":
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    param_dtype, reduce_dtype = _DTYPES[section.param_dtype], _DTYPES[section.reduce_dtype]
+    policy = None
+    if (param_dtype, reduce_dtype) != (torch.float32, torch.float32):
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    try:
+        shard_model(
+            model,
+            mesh=mesh,
+            strategy=strategy,
+            unit=list(section.unit) if isinstance(section.unit, tuple) else section.unit,
+            transport=section.transport,
+            mp_policy=policy,
+            activation_checkpointing=section.activation_checkpointing,
+        )
+    except ValueError as error:  # a unit that matches nothing, a transport that cannot be used here
+        raise ConfigError(f"shard: {error}") from error
+    if on_meta:
+        materialize(model, device=device, seed=config.run.seed)
+    return model

@@ -1,0 +1,110 @@
+"""The run directory: one job at a time, and what it holds.
+
+config.toml     the effective configuration
+metrics.jsonl   one row a step
+checkpoints/    step_%08d/
+cache/          text as tokens, only where the user's cache folder cannot be written
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.store import Checkpoint, list_checkpoints
+from shardwise.errors import ConfigError
+from shardwise.train.config import Config
+from shardwise.train.config_file import config_as_dict, load_config
+from shardwise.train.metrics import read_metrics
+
+
+class RunDir:
+    """Paths of a run directory, and the lock on it."""
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.run.dir).expanduser()
+        self.config_file = self.path / "config.toml"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self._descriptor: int | None = None
+
+    def check(self) -> None:
+        """Refuses a path that cannot become a run directory; writes nothing."""
+        existing = self.path.resolve()
+        while not existing.exists():
+            existing = existing.parent
+        if not existing.is_dir():
+            raise ConfigError(f"run.dir: {existing} is not a directory")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"run.dir: {self.path} cannot be written (no permission in {existing})"
+            )
+
+    def lock(self, patience_s: float = 5.0) -> None:
+        """Keeps other jobs out until this process ends; a job that was just killed gets time to
+        die.
+
+        The directory itself is locked, so that a refused job leaves no file behind. File systems
+        that cannot lock directories (some NFS) go unlocked.
+        """
+        if not self.path.is_dir() or self._descriptor is not None:
+            return
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"run.dir: {self.path} is in use by another job; stop it, or use another one"
+                    ) from None
+                time.sleep(0.1)
+            except OSError:
+                return
+
+    def create(self) -> None:
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run.dir: {self.path} cannot be made: {error.strerror}") from None
+        self.lock()
+
+    def changed_keys(self, config: Config) -> list[str]:
+        """Keys that differ from the run's own config.toml; those of a file that cannot be read
+        count not."""
+        try:
+            before = config_as_dict(load_config(self.config_file).config)
+        except ConfigError:
+            return []
+        now = config_as_dict(config)
+        return [
+            f"{section}.{key}"
+            for section in now
+            for key in sorted(now[section].keys() | before[section].keys())
+            if now[section].get(key) != before[section].get(key)
+        ]
+
+
+def finished(config: Config) -> str:
+    """What to tell the user whose run has reached its last step already; empty if there is work to
+    do."""
+    run_dir = RunDir(config)
+    newest: Checkpoint | None = next(iter(list_checkpoints(run_dir.checkpoints).complete), None)
+    if config.checkpoint.resume == "off" or newest is None or newest.step < config.train.steps:
+        return ""
+    changed = {key.partition(".")[0] for key in run_dir.changed_keys(config)}
+    if changed & {"model", "data"}:  # not this run: let the resume check say what differs
+        return ""
+    losses: list[Any] = [
+        r["val_loss"] for r in read_metrics(run_dir.metrics_file) if "val_loss" in r
+    ]
+    result = f" (val_loss {losses[-1]:.4f})" if losses else ""
+    return (
+        f"{run_dir.path} is complete: step {newest.step} of {config.train.steps}{result}; "
+        "raise train.steps to go on, or choose another run.dir"
+    )

@@ -1,0 +1,131 @@
+"""One rank as a process: from the environment that torchrun sets to an exit code.
+
+Exit codes: 0 finished or stopped on request, 2 a user's mistake (one line on stderr), 1 anything
+else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.errors import ConfigError, ShardwiseError, TransportError
+from shardwise.train.config import Config
+from shardwise.train.config_file import LoadedConfig
+from shardwise.train.job import train
+from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
+
+_PR_SET_PDEATHSIG = 1
+# What c10d and Gloo say on the ranks that did not fail themselves.
+_LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "remote process")
+
+
+def run_rank(loaded: LoadedConfig, stop: StopRequest) -> int:
+    """Runs this rank of the job and returns its exit code."""
+    die_with_launcher()
+    rank = int(os.environ["RANK"])
+    try:
+        device = _device(loaded)
+        train(loaded, _join(device), device, stop)
+        dist.destroy_process_group()
+    except ShardwiseError as error:
+        # Ranks agree on errors of configuration: one line is enough. Others may be one rank's own.
+        if rank == 0 or not isinstance(error, ConfigError):
+            _say(str(error), rank if not isinstance(error, ConfigError) else None)
+        return 2 if isinstance(error, ConfigError) else 1
+    except BaseException as error:  # noqa: BLE001 - the process ends here
+        if _is_lost_peer(error):
+            _say("lost the connection to another rank, which has failed", rank)
+        else:
+            _say(f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}", rank)
+        return 1
+    return 0
+
+
+def exit_now(code: int) -> None:
+    """Ends the process without waiting for peers, threads or process groups that may be stuck."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def die_with_launcher() -> None:
+    """Ends this process when `shardwise train`, which started it, is killed: a rank must not live
+    on."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is None:
+        return
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(int(launcher),), daemon=True).start()
+    if os.getppid() != int(launcher):  # it died before we asked
+        exit_now(1)
+
+
+def _watch_parent(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(0.5)
+    exit_now(1)
+
+
+def _device(loaded: LoadedConfig) -> torch.device:
+    config: Config = loaded.config
+    kind, has_cuda = config.run.device, torch.cuda.is_available()
+    if kind == "cuda" and not has_cuda:
+        raise loaded.error(
+            "run.device", "cuda is asked for, but torch sees no GPU; use auto or cpu"
+        )
+    if kind == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise loaded.error(
+            "run.device",
+            f"local rank {local_rank} has no GPU of its own ({torch.cuda.device_count()} here); "
+            "start fewer ranks, or use cpu",
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _join(device: torch.device) -> Ranks:
+    """Joins the job; rank exchanges of Python objects and numbers go over Gloo on any device."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    options: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
+    try:
+        dist.init_process_group(backend, **options)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "in use" not in str(error):
+            raise TransportError(f"cannot join the job: {_first_line(error)}") from error
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"MASTER_PORT: {address} is in use by another process; choose a free port"
+        ) from error
+    except ValueError as error:  # a variable of the environment is missing
+        raise ConfigError(f"cannot join the job: {_first_line(error)}") from error
+    return Ranks(dist.new_group(backend="gloo") if device.type != "cpu" else None)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(part in text for part in _LOST_PEER)
+
+
+def _say(text: str, rank: int | None) -> None:
+    where = "" if rank is None else f"rank {rank}: "
+    print(f"shardwise train: {where}{text}", file=sys.stderr, flush=True)
