@@ -35,10 +35,10 @@ class LoadedConfig:
 
     config: Config
     path: Path | None
-    origins: dict[str, str]
+    origins: dict[str, _Origin]
 
     def error(self, key: str, text: str) -> ConfigError:
-        return _error(self.origins.get(key, ""), key, text)
+        return _error(self.origins.get(key), key, text)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> LoadedConfig:
@@ -84,17 +84,32 @@ def config_as_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Where a TOML file sets a key; looked for only when an error shows it."""
+
+    path: Path
+    text: str
+    keys: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.path}:{_line_of(self.text, self.keys)}"
+
+
+_Origin = _Line | str  # a line of a file, or an option
+
+
 class _Text(str):
     """The text of an option, still to be read as the type of its key."""
 
 
-def _error(origin: str, key: str, text: str) -> ConfigError:
-    if not origin:
+def _error(origin: _Origin | None, key: str, text: str) -> ConfigError:
+    if origin is None:
         return ConfigError(f"{key}: {text}")
     return ConfigError(f"{origin}: {text}" if origin == f"--{key}" else f"{origin}: {key}: {text}")
 
 
-def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, _Origin]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -106,25 +121,22 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
+    origins: dict[str, _Origin] = {}
     for section, content in document.items():
         if not isinstance(content, dict):
-            line = _line_of(text, [section])
-            hint = _nearest(section, SECTIONS)
-            raise ConfigError(f"{path}:{line}: {section}: is not in a section; {hint}")
+            hint = _nearest_key(section)
+            raise ConfigError(f"{_Line(path, text, (section,))}: {section}: in no section; {hint}")
         for name, value in content.items():
             key = f"{section}.{name}"
             values[key] = value
-            origins[key] = f"{path}:{_line_of(text, [section, name])}"
+            origins[key] = _Line(path, text, (section, name))
         if section not in SECTIONS:
-            line = _line_of(text, [section])
-            raise ConfigError(
-                f"{path}:{line}: [{section}]: no such section; {_nearest(section, SECTIONS)}"
-            )
+            line, hint = _Line(path, text, (section,)), _nearest(section, SECTIONS)
+            raise ConfigError(f"{line}: [{section}]: no such section; {hint}")
     return values, origins
 
 
-def _line_of(text: str, keys: list[str]) -> int:
+def _line_of(text: str, keys: tuple[str, ...]) -> int:
     """Line of the statement that sets keys[0].keys[1]...; asks the TOML parser itself, prefix by
     prefix.
 
@@ -153,7 +165,7 @@ def _nearest(word: str, choices: typing.Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(choices)}"
 
 
-def _build(values: dict[str, Any], origins: dict[str, str]) -> Config:
+def _build(values: dict[str, Any], origins: dict[str, _Origin]) -> Config:
     kind = str(values.get("model.kind", DecoderConfig.__dataclass_fields__["kind"].default))
     custom = is_factory(kind)
     if not custom and kind != "decoder":
@@ -198,7 +210,7 @@ def _toml_or_text(text: str) -> Any:
         return str(text)
 
 
-def _convert(value: Any, hint: Any, key: str, origin: str) -> Any:
+def _convert(value: Any, hint: Any, key: str, origin: _Origin) -> Any:
     if isinstance(value, _Text):
         value = _from_text(value, hint)
     result = _match(value, hint)

@@ -61,9 +61,13 @@ class Console:
         return f"step {row['step']:>{len(str(self._total))}}/{self._total}  {_short(row)}"
 
 
+_NOT_OF_THE_MODEL = {"step", "loss", "grad_norm", "lr", "epoch", "step_time_s", "peak_memory_bytes"}
+
+
 def _short(row: dict[str, Any]) -> str:
-    speed = next((f"{row[k]:,.0f} {k[:-6]}/s" for k in row if k.endswith("s_per_s")), "")
-    parts = [f"loss {row['loss']:.4f}"]
-    parts += [f"val_loss {row['val_loss']:.4f}"] if "val_loss" in row else []
-    parts += [f"norm {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}", speed]
+    """One line: the losses, what else the model logs, then norm, rate and speed."""
+    others = [k for k in row if k not in _NOT_OF_THE_MODEL and not k.endswith("_per_s")]
+    parts = [f"{name} {row[name]:.4f}" for name in ["loss", *others]]
+    parts += [f"norm {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}"]
+    parts += [f"{row[k]:,.0f} {k[:-6]}/s" for k in row if k.endswith("_per_s")]
     return "  ".join(parts)

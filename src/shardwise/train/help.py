@@ -22,9 +22,9 @@ from shardwise.train.config import (
 )
 
 _DESCRIPTION = (
-    "Train a model, sharded over ranks. Without a CONFIG.toml it trains the built-in decoder on the "
-    "Python standard library's own source files. Options override the file; the run directory keeps "
-    "the effective configuration, and starting again continues there."
+    "Train a model, sharded over ranks. Without a CONFIG.toml it trains the built-in decoder on "
+    "the Python standard library's own source files. Options override the file; the run directory "
+    "keeps the effective configuration, and starting again continues there."
 )
 
 

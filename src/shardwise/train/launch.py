@@ -33,20 +33,19 @@ _DEFAULT_CPU_RANKS = 2
 def launch(loaded: LoadedConfig, arguments: Sequence[str], nproc: int | None, port: int) -> int:
     """Checks what can be checked without the ranks, runs them with `arguments`, returns the exit
     code."""
-    run_dir = RunDir(loaded.config)
-    run_dir.check()
+    RunDir(loaded.config).check()
     if nproc is not None:  # before the seconds that importing torch takes
         _check_world(loaded, nproc)
     if done := finished(loaded.config):
         print(done)
         return 0
     _check_port(port)
-    if nproc is None:
-        nproc = _default_ranks(loaded)
-        _check_world(loaded, nproc)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         stop_file = Path(folder, "stop")
         _forward_signals(stop_file)
+        if nproc is None:
+            nproc = _default_ranks(loaded)
+            _check_world(loaded, nproc)
         os.environ[STOP_FILE_VARIABLE] = str(stop_file)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)))
@@ -69,6 +68,8 @@ def _run(command: list[str], nproc: int, port: int, stop_file: Path) -> int:
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # the others are ours: see the module's docstring
     )
+    if stop_file.exists():  # asked to stop while torch was imported
+        return 0
     try:
         elastic_launch(config, sys.executable)(*command)
         return 0

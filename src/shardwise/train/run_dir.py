@@ -61,7 +61,7 @@ class RunDir:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"run.dir: {self.path} is in use by another job; stop it, or use another one"
+                        f"run.dir: {self.path} is in use by another job; stop that, or use another"
                     ) from None
                 time.sleep(0.1)
             except OSError:

@@ -1,0 +1,194 @@
+"""Configuration: what is read, what is refused, and that each refusal is one line that says where."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from shardwise.errors import ConfigError
+from shardwise.train.config import (
+    Config,
+    CustomModelConfig,
+    MeshConfig,
+    ShardConfig,
+    TrainConfig,
+    mesh_shape,
+    resolved_strategy,
+    world_problems,
+)
+from shardwise.train.config_file import config_as_dict, config_as_toml, load_config
+
+
+def refused(overrides=(), path=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_defaults_are_valid_on_two_ranks():
+    config = load_config(None).config
+    assert config == Config()
+    assert world_problems(config, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("train.steps", "10", 10),
+        ("optim.lr", "1", 1.0),
+        ("optim.lr", "3e-4", 3e-4),
+        ("optim.betas", "0.8,0.9", (0.8, 0.9)),
+        ("optim.betas", "[0.8, 0.9]", (0.8, 0.9)),
+        ("model.tie_embeddings", "true", True),
+        ("model.tie-embeddings", "True", True),
+        ("data.source", "a b.txt", "a b.txt"),
+        ("data.source", "a.txt,b.txt", ("a.txt", "b.txt")),
+        ("shard.unit", "1000", 1000),
+        ("shard.unit", "Block,Embedding", ("Block", "Embedding")),
+        ("mesh.shard", "-1", -1),
+        ("run.dir", "7", "7"),
+    ],
+)
+def test_override(key, text, value):
+    config = load_config(None, [(key, text)]).config
+    section, name = key.replace("-", "_").split(".")
+    found = getattr(getattr(config, section), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("train.stepz", "1", "--train.stepz: unknown key; did you mean train.steps?"),
+        ("steps", "1", "did you mean train.steps?"),
+        ("trian.steps", "1", "did you mean train.steps?"),
+        ("zzz.qqq", "1", "the sections are run, model"),
+        ("train.steps", "ten", '--train.steps: expected a whole number, found "ten"'),
+        ("train.steps", "1.5", "expected a whole number, found 1.5"),
+        ("train.steps", "0", "--train.steps: 0 is below 1"),
+        ("optim.lr", "nan", "is not a number"),
+        ("optim.betas", "0.9", "expected a list of 2 numbers"),
+        ("optim.betas", "0.9,1.5", "are not all in [0, 1)"),
+        ("shard.param_dtype", "fp8", "expected 'float32' or 'bfloat16', found \"fp8\""),
+        ("shard.strategy", "hybrid_shard", "needs mesh.replicate above 1"),
+        ("mesh.shard", "0", "neither -1"),
+        ("model.kind", "gpt", "neither 'decoder' nor 'package.module:function'"),
+        ("model.heads", "3", "do not cut model.dim = 128"),
+        ("model.kv_heads", "3", "does not divide model.heads = 4"),
+        ("data.held_out", "1", "is not between 0 and 1"),
+        ("data.token_dtype", "uint8", "has no effect: only .bin files"),
+    ],
+)
+def test_refused_override(key, text, expected):
+    assert expected in refused([(key, text)])
+
+
+def test_ineffective_keys_are_refused_only_where_they_were_set():
+    overrides = [("optim.schedule", "constant")]
+    assert "final_lr_ratio" not in config_as_dict(load_config(None, overrides).config)["optim"]
+    assert "has no effect: optim.schedule is 'constant'" in refused(
+        [*overrides, ("optim.final_lr_ratio", "0.5")]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[train]\nsteps = 5\nstepz = 6\n", "job.toml:3: train.stepz: unknown key"),
+        ('[data]\nsource = """\nstepz = 1\n"""\n[train]\nstepz = 1\n', "job.toml:6: train.stepz"),
+        ("# note\n\ntrain.steps = 'x'\n", "job.toml:3: train.steps: expected a whole number"),
+        ("train = {steps = true}\n", "job.toml:1: train.steps: expected a whole number, found true"),
+        ("[optim]\nbetas = [\n  0.9,\n  'x',\n]\n", "job.toml:2: optim.betas: expected a list"),
+        ("[run]\nseed = 1\n\n[trian]\nsteps = 1\n", "job.toml:4: [trian]: no such section; did you mean train?"),
+        ("steps = 5\n", "job.toml:1: steps: in no section; did you mean train.steps?"),
+        ("[train]\nsteps = = 5\n", "job.toml: not valid TOML"),
+    ],
+)
+def test_refused_file_names_the_line(tmp_path, text, expected):
+    path = tmp_path / "job.toml"
+    path.write_text(text)
+    assert expected in refused(path=path)
+
+
+def test_missing_and_unreadable_files(tmp_path):
+    assert "no such file" in refused(path=tmp_path / "none.toml")
+    assert "cannot be read" in refused(path=tmp_path)
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    assert "cannot be read as a TOML file" in refused(path=binary)
+
+
+def test_file_then_override(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text("[train]\nsteps = 5\nglobal_batch = 64\n")
+    loaded = load_config(path, [("train.steps", "6")])
+    assert (loaded.config.train.steps, loaded.config.train.global_batch) == (6, 64)
+    assert str(loaded.error("train.steps", "is odd")) == "--train.steps: is odd"
+    expected = f"{path}:3: train.global_batch: is odd"
+    assert str(loaded.error("train.global_batch", "is odd")) == expected
+    assert str(loaded.error("run.seed", "is odd")) == "run.seed: is odd"
+
+
+def test_keys_of_a_custom_model_go_to_its_factory(tmp_path):
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\nkind = "mine.models:build"\nsizes = [1, 2]\nact = {name = "x"}\n')
+    loaded = load_config(path, [("model.width", "32"), ("model.name", "wide")])
+    assert loaded.config.model == CustomModelConfig(
+        "mine.models:build",
+        {"sizes": [1, 2], "act": {"name": "x"}, "width": 32, "name": "wide"},
+    )
+    path.write_text(config_as_toml(loaded.config))
+    assert load_config(path).config == loaded.config
+
+
+text = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
+
+
+@given(directory=text, lr=st.floats(1e-12, 1e3), seed=st.integers(0, 2**63 - 1))
+def test_effective_config_reads_back_equal(tmp_path_factory, directory, lr, seed):
+    base = Config()
+    config = dataclasses.replace(
+        base,
+        run=dataclasses.replace(base.run, dir=directory, seed=seed),
+        optim=dataclasses.replace(base.optim, lr=lr),
+    )
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path.write_text(config_as_toml(config), encoding="utf-8", newline="")
+    assert load_config(path).config == config
+
+
+@pytest.mark.parametrize(
+    ("mesh", "world", "shape", "problem"),
+    [
+        (MeshConfig(), 6, (1, 6), None),
+        (MeshConfig(replicate=2), 6, (2, 3), None),
+        (MeshConfig(replicate=2, shard=3), 6, (2, 3), None),
+        (MeshConfig(replicate=4), 6, None, "4 replicas cannot share 6 ranks evenly"),
+        (MeshConfig(shard=4), 6, None, "1 replicas x 4 shards are 4 ranks, not the 6"),
+    ],
+)
+def test_mesh(mesh, world, shape, problem):
+    config = Config(mesh=mesh, train=TrainConfig(global_batch=12, micro_batch=1))
+    if problem is None:
+        assert world_problems(config, world) == []
+        assert mesh_shape(config, world) == shape
+    else:
+        [(_, text)] = world_problems(config, world)
+        assert problem in text
+
+
+def test_batch_must_divide():
+    config = Config(train=TrainConfig(global_batch=12, micro_batch=4))
+    [(key, text)] = world_problems(config, 2)
+    assert key == "train.global_batch"
+    assert "12 is not a multiple of 2 ranks x micro_batch 4 = 8; use 16" in text
+
+
+def test_auto_strategy_follows_the_mesh():
+    assert resolved_strategy(Config()) == "full_shard"
+    assert resolved_strategy(Config(mesh=MeshConfig(replicate=2))) == "hybrid_shard"
+    assert resolved_strategy(Config(shard=ShardConfig(strategy="no_shard"))) == "no_shard"
