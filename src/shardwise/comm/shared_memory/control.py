@@ -1,0 +1,195 @@
+"""What a rank says about itself: its control block and its directory of buckets, at the head of its arena.
+
+Every word has one writer, the owner; each group of words that is written together has its own cache line.
+
+    byte   word   written when             content
+       0      0   once                     nonce (2 words), process id, global rank
+      64      8   control enters engine    entered: number of the phase
+     128     16   control leaves           left: number of the last phase that this rank has left
+     192     24   an exception ended it    abandoned[phase & 1]: number of the abandoned phase
+     256     32   before `entered`         hash of the position, step; then on each gather: bucket key + 1
+     320     40   before and after sleep   waiting: doorbell value that it sleeps on + 1, 0 when awake
+     384     48   end of a backward        ended: number of the phase; on each post: hash of what was posted
+     448     56   agree                    agreed: phase << 16 | round; number of flags (2 words, by round)
+     512     64   any rank                 doorbell of the domain (only rank 0's is used; the kernel adds)
+     576     72   owner, for barriers      a word that nobody reads
+     640     80   before `entered`         text of the position, 384 bytes, ends at a zero byte
+    4096    512   before `agreed`          flags, two buffers of 2,048 bytes, one byte for each flag
+    8192   1024   attach, post             directory: records of 256 bytes
+
+    record  word   content
+       0       0   state (0 none, 1 live, 2 released), offset, size in bytes, fingerprint of name and layout
+      64       8   shard axis: tag of the last post (phase << 16 | count in the phase), offset of its slot
+     128      16   replicate axis: the same
+     192      24   name, 64 bytes
+
+Two words serve `abandoned`, because a rank may be one phase ahead of a slow peer (see domain.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from shardwise.comm.shared_memory.arena import Mapping
+
+FLAGS_BYTES = 2048
+_FLAGS_AT = 4096
+_DIRECTORY_AT = 8192
+_RECORD_BYTES = 256
+_MAX_RECORDS = 1 << 20
+HEAD_BYTES = _DIRECTORY_AT + _MAX_RECORDS * _RECORD_BYTES
+
+DOORBELL_WORD = 64
+FENCE_WORD = 72
+_NONCE_BYTES = 16
+_TEXT_AT, _TEXT_BYTES = 640, 384
+_NAME_AT, _NAME_BYTES = 192, 64
+
+LIVE, RELEASED = 1, 2
+SHARD, REPLICATE = 0, 1  # the axis of a post
+
+
+class Word:
+    """One word of the control block as an attribute."""
+
+    __slots__ = ("_index",)
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __get__(self, control: Control, owner: type | None = None) -> int:
+        return control.words[self._index]
+
+    def __set__(self, control: Control, value: int) -> None:
+        control.words[self._index] = value
+
+
+class Control:
+    """The control block of one rank, over the mapping of its arena."""
+
+    pid = Word(2)
+    rank = Word(3)
+    entered = Word(8)
+    left = Word(16)
+    position = Word(32)
+    step = Word(33)
+    at = Word(34)
+    waiting = Word(40)
+    ended = Word(48)
+    posted = Word(49)
+    agreed = Word(56)
+
+    def __init__(self, mapping: Mapping) -> None:
+        self.mapping = mapping
+        self.words = mapping.words
+        self._bytes = mapping.bytes
+
+    @property
+    def nonce(self) -> bytes:
+        return bytes(self._bytes[:_NONCE_BYTES])
+
+    @nonce.setter
+    def nonce(self, value: bytes) -> None:
+        self._bytes[:_NONCE_BYTES] = value
+
+    @property
+    def text(self) -> str:
+        return _read(self._bytes, _TEXT_AT, _TEXT_BYTES)
+
+    @text.setter
+    def text(self, value: str) -> None:
+        _write(self._bytes, _TEXT_AT, _TEXT_BYTES, value)
+
+    def has_abandoned(self, phase: int) -> bool:
+        return self.words[24 + (phase & 1)] == phase
+
+    def mark_abandoned(self, phase: int) -> None:
+        self.words[24 + (phase & 1)] = phase
+
+    def num_flags(self, round_: int) -> int:
+        return self.words[57 + (round_ & 1)]
+
+    def read_flags(self, round_: int, count: int) -> bytes:
+        start = _FLAGS_AT + (round_ & 1) * FLAGS_BYTES
+        return bytes(self._bytes[start : start + count])
+
+    def write_flags(self, round_: int, flags: bytes, num_flags: int) -> None:
+        self.words[57 + (round_ & 1)] = num_flags
+        start = _FLAGS_AT + (round_ & 1) * FLAGS_BYTES
+        self._bytes[start : start + len(flags)] = flags
+
+    def record(self, key: int) -> Record:
+        return Record(self, key)
+
+
+class Record:
+    """One bucket in a rank's directory."""
+
+    __slots__ = ("_bytes", "_words", "_start")
+
+    def __init__(self, control: Control, key: int) -> None:
+        if key >= _MAX_RECORDS:
+            raise MemoryError(
+                f"a process group serves {_MAX_RECORDS} buckets in its life; make a new one"
+            )
+        self._bytes, self._words = control._bytes, control.words
+        self._start = (_DIRECTORY_AT + key * _RECORD_BYTES) // 8
+
+    @property
+    def state(self) -> int:
+        return self._words[self._start]
+
+    @property
+    def offset(self) -> int:
+        return self._words[self._start + 1]
+
+    @property
+    def size_bytes(self) -> int:
+        return self._words[self._start + 2]
+
+    @property
+    def fingerprint(self) -> int:
+        return self._words[self._start + 3]
+
+    @property
+    def name(self) -> str:
+        return _read(self._bytes, self._start * 8 + _NAME_AT, _NAME_BYTES)
+
+    def publish(self, name: str, offset: int, size_bytes: int, fingerprint: int) -> None:
+        """Fill the record in. Peers read it after an entry fence, which orders it."""
+        # The end of a long name says more than its start.
+        _write(self._bytes, self._start * 8 + _NAME_AT, _NAME_BYTES, name[-_NAME_BYTES + 1 :])
+        self._words[self._start + 1] = offset
+        self._words[self._start + 2] = size_bytes
+        self._words[self._start + 3] = fingerprint
+        self._words[self._start] = LIVE
+
+    def mark_released(self) -> None:
+        self._words[self._start] = RELEASED
+
+    def tag(self, axis: int) -> int:
+        return self._words[self._start + 8 + 8 * axis]
+
+    def slot(self, axis: int) -> int:
+        return self._words[self._start + 9 + 8 * axis]
+
+    def set_slot(self, axis: int, offset: int) -> None:
+        self._words[self._start + 9 + 8 * axis] = offset
+
+    def set_tag(self, axis: int, tag: int) -> None:
+        self._words[self._start + 8 + 8 * axis] = tag
+
+
+def hash_of(*parts: object) -> int:
+    """64 bits that are equal on ranks that pass equal parts."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _read(memory: memoryview, start: int, size: int) -> str:
+    return bytes(memory[start : start + size]).split(b"\0", 1)[0].decode(errors="replace")
+
+
+def _write(memory: memoryview, start: int, size: int, text: str) -> None:
+    data = text.encode()[: size - 1]
+    memory[start : start + size] = data.ljust(size, b"\0")

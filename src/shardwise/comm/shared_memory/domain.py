@@ -1,0 +1,347 @@
+"""The ranks of one mesh that share memory: phases, fences, waiting, and what is said when a wait fails.
+
+    enter    control passes from the user to the engine. Phase p begins on this rank.
+    (entry)  the first gather of the phase waits until all ranks have entered p, and compares positions.
+    leave    announce that this rank has left p, wait until all have. Then control is the user's again.
+    abandon  an exception ended p here: announce it and return at once.
+
+Ordering argument. A rank's user code writes its shards only outside of phases: before its `entered = p` and
+after it saw `left >= p` of all ranks. A peer reads these shards only after it saw `entered >= p` (so it sees all
+writes before: the flag was stored after them) and before its own `left = p` (so none of its reads comes after the
+owner's next write: reads are complete before the flag is stored). Hence each gather of phase p reads exactly the
+version that the owner held when it entered p. The stores and loads are ordered as futex.py says.
+
+Abandoned phases. Per phase either all ranks leave or all get an error. A rank that abandons p stores
+`abandoned[p & 1] = p`, then `left = p`, and may write its shards at once. A peer still in p checks the first
+word after each gather (a new shard value that it could have read was stored after the word, so the check sees
+it), in every wait, and in `leave` once all have left. To keep the two words enough, `enter` of p + 1 first waits
+until all have left p: nobody is ever more than one phase ahead. Mailboxes are free again at that point.
+
+Calls may come from different threads (autograd's), but never overlap in time; there are no locks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch.distributed as dist
+
+from shardwise.comm.shared_memory.access import Access, open_access
+from shardwise.comm.shared_memory.control import (
+    DOORBELL_WORD,
+    FENCE_WORD,
+    FLAGS_BYTES,
+    Control,
+    hash_of,
+)
+from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
+from shardwise.comm.transport import Axis, Bucket, Position
+from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
+
+logger = logging.getLogger(__name__)
+
+POLLS = 50  # with sched_yield, before sleeping: what a peer needs that is about to arrive
+SLICE_S = 0.5  # of sleep, between checks that the peers live
+WARN_S = 10.0
+WAIT_LIMIT_S = 120.0
+WAIT_LIMIT_VARIABLE = "SHARDWISE_WAIT_LIMIT_S"
+
+
+class Mail(Protocol):
+    """Exchanges that may be pending in a phase (mailbox.py); the domain completes or drops them."""
+
+    def finish_all(self) -> None: ...
+
+    def drop_all(self) -> None: ...
+
+    def free_slots(self) -> None: ...
+
+
+class Domain:
+    """One mesh's shared memory on this rank. `controls` and all indices are in the order of global ranks."""
+
+    def __init__(self, access: Access) -> None:
+        self.ranks = access.ranks
+        self.me = access.me
+        self.arena = access.arena
+        self.controls = access.controls
+        self.own: Control = access.controls[access.me]
+        self.others = tuple(i for i in range(len(access.ranks)) if i != access.me)
+        self.buckets: WeakValueDictionary[int, Bucket] = WeakValueDictionary()
+        self.num_attached = 0
+        self.phase = 0
+        self.active = False
+        self.wait_limit_s = float(os.environ.get(WAIT_LIMIT_VARIABLE) or WAIT_LIMIT_S)
+        first, mine = access.controls[0].mapping, self.own.mapping
+        self.doorbell = Doorbell(first.words, DOORBELL_WORD, first.address(8 * DOORBELL_WORD))
+        fence = Doorbell(mine.words, FENCE_WORD, mine.address(8 * FENCE_WORD))
+        self.order = MemoryOrder(fence)
+        self.mail: Mail | None = None
+        self._pid = os.getpid()
+        self._all_entered = False
+        self._round = 0
+
+    # -- phases --------------------------------------------------------------------------------------
+    def enter(self, position: Position) -> None:
+        if os.getpid() != self._pid:
+            raise TransportError(
+                "shared_memory: this process was forked from a rank; only the rank itself may use the engine. "
+                "Start helpers with spawn, or keep the model out of them."
+            )
+        if self.active:
+            raise TransportError(
+                f"shared_memory: {position.phase} of {position.unit!r} entered while {self.own.text} has "
+                "not been left; a phase ends with leave() or abandon()."
+            )
+        previous = self.phase
+        self.wait(
+            lambda: all(self.controls[i].left >= previous for i in self.others),
+            lambda i: self.controls[i].left < previous,
+            "to leave the phase before (it was abandoned here)",
+            heed_abandon=False,
+        )
+        if self.mail is not None:
+            self.mail.drop_all()
+            self.mail.free_slots()
+        self.phase += 1
+        self.active = True
+        self._all_entered, self._round = False, 0
+        own = self.own
+        own.text = f"step {position.step}, {position.phase}, unit {position.unit!r}"
+        own.position, own.step, own.at = hash_of(position), position.step & (2**64 - 1), 0
+        own.posted = 0
+        self.order()
+        own.entered = self.phase
+        self.doorbell.ring()
+
+    def entry_fence(self) -> None:
+        """Wait until all ranks are in this phase, and at the same position."""
+        if self._all_entered:
+            return
+        phase = self._phase("a gather")
+        self.wait(
+            lambda: all(self.controls[i].entered >= phase for i in self.others),
+            lambda i: self.controls[i].entered < phase,
+            "to enter the same phase",
+        )
+        self.check_abandoned()
+        for i in self.others:
+            if self.controls[i].position != self.own.position:
+                self.check_abandoned()
+                raise DivergenceError(
+                    f"rank {self.ranks[self.me]} is at {self.own.text}, rank {self.ranks[i]} at "
+                    f"{self.controls[i].text}: all ranks of a mesh must run the same forwards and backwards "
+                    "in the same order. Look for a branch that depends on the rank or on local data."
+                )
+        self._all_entered = True
+
+    def leave(self) -> None:
+        phase = self._phase("leave")
+        if self.mail is not None:
+            self.mail.finish_all()
+        self.entry_fence()
+        self.order()  # reads of peers' shards come before the flag
+        self.own.left = phase
+        self.active = False
+        self.doorbell.ring()
+        self.wait(
+            lambda: all(self.controls[i].left >= phase for i in self.others),
+            lambda i: self.controls[i].left < phase,
+            "to finish the phase",
+            heed_abandon=False,
+        )
+        self.check_abandoned()
+
+    def abandon(self) -> None:
+        if not self.active:
+            return
+        self.active = False
+        if self.mail is not None:
+            self.mail.drop_all()
+        self.own.mark_abandoned(self.phase)
+        self.order()
+        self.own.left = self.phase
+        self.doorbell.ring()
+
+    def check_abandoned(self) -> None:
+        """Raise when a peer has ended this phase by an exception."""
+        self.order()
+        for i in self.others:
+            if self.controls[i].has_abandoned(self.phase):
+                raise TransportError(
+                    f"rank {self.ranks[i]} ended {self.own.text} by an exception, so this phase ends here too. "
+                    f"The cause is the error on rank {self.ranks[i]}; read its log first."
+                )
+
+    def _phase(self, what: str) -> int:
+        if not self.active:
+            raise TransportError(f"shared_memory: {what} outside of a phase; call enter() first.")
+        return self.phase
+
+    # -- small exchanges -----------------------------------------------------------------------------
+    def agree(self, flags: list[bool]) -> list[bool]:
+        """ "Or" over all ranks, in rounds of one buffer's length."""
+        if not self.others or not flags:
+            return list(flags)
+        self.entry_fence()
+        agreed: list[bool] = []
+        for start in range(0, len(flags), FLAGS_BYTES):
+            agreed += self._agree_round(bytes(flags[start : start + FLAGS_BYTES]), len(flags))
+        return agreed
+
+    def _agree_round(self, flags: bytes, num_flags: int) -> list[bool]:
+        # Two buffers are enough: nobody writes round n + 2 before all have announced n + 1, and a rank
+        # announces n + 1 after it has read round n. Rounds start anew in each phase, after its fences.
+        round_ = self._round
+        self._round += 1
+        announced = self._phase("agree") << 16 | round_ + 1
+        self.own.write_flags(round_, flags, num_flags)
+        self.order()
+        self.own.agreed = announced
+        self.doorbell.ring()
+        self.wait(
+            lambda: all(self.controls[i].agreed >= announced for i in self.others),
+            lambda i: self.controls[i].agreed < announced,
+            "to agree on what follows",
+        )
+        self.check_abandoned()
+        bits = int.from_bytes(flags, "little")
+        for i in self.others:
+            theirs = self.controls[i].num_flags(round_)
+            if theirs != num_flags:
+                raise DivergenceError(
+                    f"{self.own.text}: rank {self.ranks[self.me]} brought {num_flags} flags, rank "
+                    f"{self.ranks[i]} {theirs}: the ranks have different models or units."
+                )
+            bits |= int.from_bytes(self.controls[i].read_flags(round_, len(flags)), "little")
+        return [bool(flag) for flag in bits.to_bytes(len(flags), "little")]
+
+    # -- waiting -------------------------------------------------------------------------------------
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        lacks: Callable[[int], bool],
+        what: str,
+        *,
+        heed_abandon: bool = True,
+        stuck: Callable[[], bool] | None = None,
+    ) -> None:
+        """Until `ready()`. `lacks(i)` says whether rank index i is waited for, `what` completes "waits for rank 1 ...".
+
+        `stuck` is asked when all ranks sleep and nothing was announced since; True ends the wait.
+        """
+        for _ in range(POLLS):
+            if ready():
+                self.order()
+                return
+            os.sched_yield()
+        self._sleep(ready, lacks, what, heed_abandon, stuck)
+
+    def _sleep(
+        self,
+        ready: Callable[[], bool],
+        lacks: Callable[[int], bool],
+        what: str,
+        heed_abandon: bool,
+        stuck: Callable[[], bool] | None,
+    ) -> None:
+        started = time.monotonic()
+        check_at, warn_at = started + SLICE_S, started + WARN_S
+        slice_s = SLICE_S if stuck is None else SLICE_S / 100
+        while True:
+            seen = self.doorbell.value
+            self.order()  # the doorbell is read before the flags
+            if ready():
+                self.order()
+                return
+            if heed_abandon:
+                self.check_abandoned()
+            self.own.waiting = seen + 1
+            try:
+                self.doorbell.sleep(seen, slice_s)
+                if stuck is not None and self._all_sleep(seen) and stuck():
+                    return
+            finally:
+                self.own.waiting = 0
+            now = time.monotonic()
+            if now < check_at:
+                continue
+            check_at = now + SLICE_S
+            self._check_alive(lacks, what)
+            if now - started > self.wait_limit_s:
+                raise PeerTimeoutError(
+                    self._describe(lacks, what, now - started)
+                    + "\nAll ranks of a mesh must make the same engine "
+                    f"calls. If one may really take longer, raise {WAIT_LIMIT_VARIABLE} "
+                    f"(now {self.wait_limit_s:g} s)."
+                )
+            if now >= warn_at:
+                warn_at = now + 6 * WARN_S
+                logger.warning("%s", self._describe(lacks, what, now - started))
+
+    def _all_sleep(self, seen: int) -> bool:
+        return self.doorbell.value == seen and all(c.waiting == seen + 1 for c in self.controls)
+
+    def _check_alive(self, lacks: Callable[[int], bool], what: str) -> None:
+        for i in self.others:
+            if not self.controls[i].mapping.owner_lives():
+                # It may have announced what is waited for before it ended.
+                if not any(lacks(j) for j in self.others):
+                    return
+                raise TransportError(
+                    f"rank {self.ranks[i]} (process {self.controls[i].pid}) has ended.\n"
+                    + self._describe(lacks, what)
+                    + f"\nRead the log of rank {self.ranks[i]}, then start the job again."
+                )
+
+    def _describe(
+        self, lacks: Callable[[int], bool], what: str, elapsed_s: float | None = None
+    ) -> str:
+        missing = [i for i in self.others if lacks(i)]
+        plural = "s" if len(missing) > 1 else ""
+        whom = ", ".join(str(self.ranks[i]) for i in missing) or "?"
+        lines = [f"rank {self.ranks[self.me]} waits for rank{plural} {whom} {what}"]
+        if elapsed_s is not None:
+            lines[0] += f", for {elapsed_s:.0f} s"
+        lines += [
+            f"  rank {self.ranks[i]}: {self._whereabouts(c)}" for i, c in enumerate(self.controls)
+        ]
+        return "\n".join(lines)
+
+    def _whereabouts(self, control: Control) -> str:
+        if not control.entered:
+            return "has not entered the engine"
+        place = f"{control.text} (phase {control.entered})"
+        if control.at:
+            place += f", last at {control.record(control.at - 1).name}"
+        if control.has_abandoned(control.entered):
+            place += ", abandoned after an exception"
+        elif control.left >= control.entered:
+            place += ", left: in user code"
+        return place + (", waiting" if control.waiting else "")
+
+
+_domains: WeakKeyDictionary[dist.ProcessGroup, dict[object, Domain | str]] = WeakKeyDictionary()
+
+
+def domain_of(shard: Axis, replicate: Axis) -> Domain | str:
+    """The mesh's domain, or why there is none. Collective on the first call for a mesh, a look-up afterwards.
+
+    Kept as long as the process group lives (not as long as somebody uses the domain: ranks collect
+    garbage at different moments, and all must agree on whether the next call is collective).
+    """
+    axis = shard if shard.size > 1 else replicate
+    group = axis.group if axis.group is not None else dist.group.WORLD
+    if axis.size == 1 or group is None:
+        return "one rank has nobody to share with"
+    known = _domains.setdefault(group, {})
+    key = (shard.ranks, replicate.ranks)
+    if key not in known:
+        access = open_access(shard, replicate)
+        known[key] = access if isinstance(access, str) else Domain(access)
+    return known[key]

@@ -1,0 +1,372 @@
+"""Reductions through mailboxes: every rank posts a slot for its peers, and reads theirs when they are there.
+
+    rank 0   put w1, w2   post slot (ready) ............ sum own part of all slots -> out   acknowledge
+    rank 1        put w2, w1        post slot (ready) .. sum                                acknowledge
+
+There is no order among reductions: a post is found by bucket (its record in the owner's directory carries tag and
+slot), so ranks may reduce in different orders. Whoever waits, for whatever, completes all reductions that have
+their peers' posts; so a rank that waits for a free slot cannot hold up a peer that waits for its reading.
+
+A rank that does not reduce a bucket which others do learns of it at the end of its backward (`missing`) and posts
+"nothing": a slot without data, every parameter absent.
+
+An all-reduce over replicas has two stages in one slot: each replica sums one piece of all posts and lays the sum
+into its own slot's place of that piece (stage 2); the others copy it. All replicas get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.comm.shared_memory.control import REPLICATE, SHARD, Record
+from shardwise.comm.shared_memory.domain import Domain
+from shardwise.comm.shared_memory.gather import Shards
+from shardwise.comm.shared_memory.grads import OutgoingGrads
+from shardwise.comm.shared_memory.slots import Slot, SlotPool, SlotView
+from shardwise.comm.shared_memory.sums import sum_in_order
+from shardwise.comm.transport import Axis, Bucket
+from shardwise.errors import DivergenceError, TransportError
+
+_PIECE_ALIGN = 16
+
+
+class Mailbox:
+    """All exchanges of this rank in the current phase."""
+
+    def __init__(self, domain: Domain) -> None:
+        self.domain = domain
+        self.pool = SlotPool(domain.arena, len(domain.ranks), self._wait_for_slot)
+        self.pending: list[Exchange] = []
+        self._tickets = 0
+        self._posts: dict[tuple[int, int], tuple[int, Slot]] = {}  # count in this phase, last slot
+
+    def post(
+        self,
+        exchange: Exchange,
+        slot: Slot,
+        dtype: torch.dtype,
+        present: list[bool],
+        part_numel: int,
+    ) -> None:
+        """Show a filled slot to the peers of the exchange."""
+        domain, key, axis = self.domain, exchange.key, exchange.axis
+        count, last = self._posts.get((key, axis), (0, None))
+        if last is not None:  # the record has room for one post
+            self._wait_read(last, exchange.bucket.name)
+        count += 1
+        self._tickets += 1
+        self._posts[key, axis] = (count, slot)
+        exchange.tag = domain.phase << 16 | count
+        slot.describe(self._tickets, dtype, present, part_numel)
+        slot.posted_to(self._tickets, tuple(i for i in exchange.indices if i != domain.me))
+        record = domain.own.record(key)
+        record.set_slot(axis, slot.offset)
+        domain.order()
+        record.set_tag(axis, exchange.tag)
+        if axis == _counted_axis(exchange.bucket):
+            domain.own.posted = (domain.own.posted + _mix(key, count)) & (2**64 - 1)
+        domain.doorbell.ring()
+        self.pending.append(exchange)
+        self.progress()
+
+    def progress(self) -> None:
+        """Complete whatever has all its posts."""
+        if self.pending:
+            # `done` first: an error in one exchange must not make those before it run again.
+            self.pending = [e for e in self.pending if not (e.done or e.advance())]
+
+    def finish(self, exchange: Exchange) -> None:
+        """Wait for one exchange."""
+        self.domain.entry_fence()
+        self._wait(lambda: exchange.done, exchange.lacks, f"to reduce {exchange.bucket.name}")
+
+    def finish_all(self) -> None:
+        if self.pending:
+            self.domain.entry_fence()
+            names = ", ".join(dict.fromkeys(e.bucket.name for e in self.pending))
+            self._wait(
+                lambda: not self.pending,
+                lambda i: any(e.lacks(i) for e in self.pending),
+                f"to reduce {names}",
+            )
+
+    def drop_all(self) -> None:
+        """The phase is over: what is pending fails when waited for."""
+        for exchange in self.pending:
+            exchange.failed = True
+        self.pending = []
+        self._posts.clear()
+
+    def free_slots(self) -> None:
+        """All ranks have left the phase before: nobody reads any more."""
+        self.pool.free_all()
+
+    def missing(self) -> list[Bucket]:
+        """Buckets that peers reduce in this phase and this rank has not; empty once all ranks have ended."""
+        domain = self.domain
+        domain.entry_fence()
+        phase, found = domain.phase, []
+        if domain.own.ended != phase:
+            domain.order()
+            domain.own.ended = phase
+            domain.doorbell.ring()
+
+        def look() -> bool:
+            # First who has ended, then what was posted: the last look then misses nothing.
+            all_ended = all(domain.controls[i].ended == phase for i in domain.others)
+            domain.order()
+            found[:] = self._unposted()
+            return bool(found) or all_ended
+
+        self._wait(
+            look, lambda i: domain.controls[i].ended != phase, "to reach the end of its backward"
+        )
+        domain.check_abandoned()
+        return found
+
+    def _unposted(self) -> list[Bucket]:
+        domain = self.domain
+        if all(domain.controls[i].posted == domain.own.posted for i in domain.others):
+            return []
+        found = []
+        for key, bucket in sorted(domain.buckets.items(), key=lambda item: item[0]):
+            axis = _counted_axis(bucket)
+            count, _ = self._posts.get((key, axis), (0, None))
+            tags = [domain.controls[i].record(key).tag(axis) for i in domain.others]
+            if any(tag >> 16 == domain.phase and tag & 0xFFFF > count for tag in tags):
+                found.append(bucket)
+        return found
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        lacks: Callable[[int], bool],
+        what: str,
+        stuck: Callable[[], bool] | None = None,
+    ) -> None:
+        def progressed() -> bool:
+            self.progress()
+            return ready()
+
+        self.domain.wait(progressed, lacks, what, stuck=stuck)
+
+    def _wait_for_slot(
+        self, ready: Callable[[], bool], lacks: Callable[[int], bool], stuck: Callable[[], bool]
+    ) -> None:
+        self.domain.entry_fence()
+        self._wait(ready, lacks, "to read a reduction, since all mailbox slots are full", stuck)
+
+    def _wait_read(self, slot: Slot, name: str) -> None:
+        self.domain.entry_fence()
+        self._wait(
+            lambda: not slot.unread,
+            lambda i: i in slot.unread,
+            f"to read the reduction before of {name}",
+        )
+
+
+class Exchange:
+    """One reduction in flight; also its handle. `indices[r]` is the domain's index of rank r of the axis."""
+
+    def __init__(self, mailbox: Mailbox, bucket: Bucket, axis: int, mesh_axis: Axis) -> None:
+        shards: Shards = bucket.private["shards"]
+        domain = mailbox.domain
+        self.mailbox, self.bucket = mailbox, bucket
+        self.axis, self.rank = axis, mesh_axis.rank
+        self.key, self._fingerprint = shards.key, shards.fingerprint
+        self.indices = tuple(domain.ranks.index(r) for r in mesh_axis.ranks)
+        self.tag = 0
+        self.done = self.failed = False
+        self._records: list[tuple[int, int, Record]] = [
+            (r, i, domain.controls[i].record(shards.key))
+            for r, i in enumerate(self.indices)
+            if r != self.rank
+        ]
+
+    def wait(self) -> None:
+        if self.failed:
+            raise TransportError(
+                f"the reduction of {self.bucket.name} was dropped, because its phase ended by an exception; "
+                "the gradients of this step are incomplete: zero them and run the step again."
+            )
+        if not self.done:
+            self.mailbox.finish(self)
+
+    def lacks(self, index: int) -> bool:
+        return any(
+            i == index and record.tag(self.axis) != self.tag for _, i, record in self._records
+        )
+
+    def advance(self) -> bool:
+        """Do what can be done; True when it is over."""
+        raise NotImplementedError(
+            f"{type(self).__name__} is completed by its subclasses' advance()"
+        )
+
+    def all_posted(self) -> bool:
+        axis, tag = self.axis, self.tag
+        for _, _, record in self._records:
+            if record.tag(axis) != tag:
+                return False
+        self.mailbox.domain.order()
+        return True
+
+    def slots(self, part_numel: int, num_params: int) -> dict[int, SlotView]:
+        """The peers' posted slots by rank of the axis, once it is sure that they are of the same bucket."""
+        domain, slots = self.mailbox.domain, {}
+        for r, i, record in self._records:
+            slot = SlotView(domain.controls[i].mapping, record.slot(self.axis), len(domain.ranks))
+            if record.fingerprint != self._fingerprint or slot.shape != (part_numel, num_params):
+                raise DivergenceError(
+                    f"bucket {self.bucket.name!r}: rank {domain.ranks[domain.me]} reduces {num_params} parameters "
+                    f"in parts of {part_numel} elements, rank {domain.ranks[i]} has {record.name!r} with "
+                    f"{slot.shape[1]} in parts of {slot.shape[0]}. All ranks must shard the same modules in the "
+                    "same order and train the same parameters (requires_grad)."
+                )
+            slots[r] = slot
+        return slots
+
+    def acknowledge(self, slots: dict[int, SlotView]) -> None:
+        domain = self.mailbox.domain
+        domain.order()  # reads come before the flag
+        for slot in slots.values():
+            slot.acknowledge(domain.me, slot.ticket)
+        domain.doorbell.ring()
+        self.done = True
+
+
+class ShardSum(Exchange):
+    """Each rank's parts of all gradients, summed by their owner."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        bucket: Bucket,
+        grads: OutgoingGrads,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        super().__init__(mailbox, bucket, SHARD, bucket.shard)
+        self._plan, self._present = grads.plan, list(grads.present)
+        self._out, self._scale = out, scale
+        mailbox.post(self, grads.open_slot(), grads.wire, grads.present, grads.plan.part_numel)
+
+    def advance(self) -> bool:
+        if not self.all_posted():
+            return False
+        plan = self._plan
+        num_params = len(plan.params)
+        slots = self.slots(plan.part_numel, num_params)
+        with torch.no_grad():
+            if all(self._present) and all(slot.all_present for slot in slots.values()):
+                self._sum(list(slots), slots, 0, plan.own_numel)
+                counts: Any = len(slots) + 1
+            else:
+                counts = self._sum_present(slots)
+            self._out[plan.own_numel : plan.layout.counts_offset].zero_()
+            tail = self._out[plan.layout.counts_offset :]
+            tail.copy_(torch.tensor(counts, dtype=torch.float32))
+        self.acknowledge(slots)
+        return True
+
+    def _sum(self, ranks: list[int], slots: dict[int, SlotView], offset: int, numel: int) -> None:
+        if not numel:
+            return
+        plan, num_params = self._plan, len(self._plan.params)
+        parts = {
+            r: slots[r].payload(
+                num_params, plan.position(self.rank, r) + offset, numel, slots[r].dtype
+            )
+            for r in ranks
+        }
+        before = [part for r, part in parts.items() if r < self.rank]
+        after = [part for r, part in parts.items() if r > self.rank]
+        sum_in_order(self._out[offset : offset + numel], before, after, self._scale)
+
+    def _sum_present(self, slots: dict[int, SlotView]) -> list[int]:
+        """Parameter by parameter, from the ranks that have it; the others' slots hold old data there."""
+        num_params = len(self._plan.params)
+        presence = {r: slot.presence(num_params) for r, slot in slots.items()}
+        counts = []
+        for i, (offset, numel) in enumerate(self._plan.own):
+            ranks = [r for r in slots if presence[r][i]]
+            if not self._present[i]:
+                self._out[offset : offset + numel].zero_()
+            self._sum(ranks, slots, offset, numel)
+            counts.append(len(ranks) + self._present[i])
+        return counts
+
+
+class ReplicaSum(Exchange):
+    """A flat tensor summed over the replicate axis, in place."""
+
+    def __init__(self, mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> None:
+        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate)
+        size = len(self.indices)
+        self._out = out
+        self._piece = -(-out.numel() // (size * _PIECE_ALIGN)) * _PIECE_ALIGN
+        self._slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
+        self._slots: dict[int, SlotView] = {}
+        start, stop = self._span(self.rank)
+        with torch.no_grad():
+            payload = self._payload(self._slot, 0, out.numel())
+            payload[:start].copy_(out[:start])
+            payload[stop:].copy_(out[stop:])
+        mailbox.post(self, self._slot, out.dtype, [], out.numel())
+
+    def lacks(self, index: int) -> bool:
+        if not self._slots:
+            return super().lacks(index)
+        return any(self.indices[r] == index and slot.stage < 2 for r, slot in self._slots.items())
+
+    def advance(self) -> bool:
+        with torch.no_grad():
+            if not self._slots:
+                if not self.all_posted():
+                    return False
+                self._slots = self.slots(self._out.numel(), 0)
+                self._sum_piece()
+            if any(slot.stage < 2 for slot in self._slots.values()):
+                return False
+            self.mailbox.domain.order()
+            for r, slot in self._slots.items():
+                start, stop = self._span(r)
+                self._out[start:stop].copy_(self._payload(slot, start, stop))
+        self.acknowledge(self._slots)
+        return True
+
+    def _sum_piece(self) -> None:
+        start, stop = self._span(self.rank)
+        parts = {r: self._payload(slot, start, stop) for r, slot in self._slots.items()}
+        if start < stop:
+            sum_in_order(
+                self._out[start:stop],
+                [part for r, part in parts.items() if r < self.rank],
+                [part for r, part in parts.items() if r > self.rank],
+            )
+            self._payload(self._slot, start, stop).copy_(self._out[start:stop])
+        self.mailbox.domain.order()
+        self._slot.stage = 2
+        self.mailbox.domain.doorbell.ring()
+
+    def _span(self, rank: int) -> tuple[int, int]:
+        numel = self._out.numel()
+        return min(rank * self._piece, numel), min((rank + 1) * self._piece, numel)
+
+    def _payload(self, slot: SlotView, start: int, stop: int) -> torch.Tensor:
+        return slot.payload(0, start, stop - start, self._out.dtype)
+
+
+def _counted_axis(bucket: Bucket) -> int:
+    """The axis whose posts say that a bucket is reduced: `no_shard` has nothing to post on the shard axis."""
+    return SHARD if bucket.shard.size > 1 else REPLICATE
+
+
+def _mix(key: int, count: int) -> int:
+    """A term of the hash of what was posted: a sum of them does not depend on the order."""
+    x = (key << 16 | count) * 0x9E3779B97F4A7C15 & (2**64 - 1)
+    x = (x ^ x >> 31) * 0xBF58476D1CE4E5B9 & (2**64 - 1)
+    return x ^ x >> 29

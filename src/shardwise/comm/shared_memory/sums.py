@@ -1,0 +1,36 @@
+"""Sums over ranks, in rank order, in tiles that stay in the cache.
+
+    sum = ((p0 + p1) + p2) + ...      the same order on every rank, whoever owns the part and whoever came first
+
+The own part is where the result goes. Adding is commutative bit for bit, so the sum of what stands left of it
+may be added to it from the right. One tile is read, summed and scaled before the next is touched: memory sees
+each element once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+TILE_BYTES = 1 << 20
+
+
+def sum_in_order(
+    out: torch.Tensor, before: list[torch.Tensor], after: list[torch.Tensor], scale: float = 1.0
+) -> None:
+    """`out = scale * (sum(before) + out + sum(after))`, added from left to right. Narrower parts are widened exactly."""
+    tile = max(1, TILE_BYTES // out.itemsize)
+    scratch = out.new_empty(min(tile, out.numel())) if len(before) > 1 else out
+    columns = [part.split(tile) for part in (out, *before, *after)]
+    num_before = len(before)
+    for total, *parts in zip(*columns, strict=True):
+        if num_before > 1:
+            left = scratch[: total.numel()]
+            left.copy_(parts[0])
+            for part in parts[1:num_before]:
+                left.add_(part)
+            total.add_(left)
+            parts = parts[num_before:]
+        for part in parts:
+            total.add_(part)
+        if scale != 1.0:
+            total.mul_(scale)

@@ -1,0 +1,162 @@
+"""The transport for CPU ranks of one host: peers read each other's shards, gradients go through mailboxes.
+
+`gather` and the fences: gather.py, domain.py. `grad_buffer`, `reduce`, `all_reduce`: grads.py, mailbox.py.
+Nothing here is asynchronous: a gather is complete when it returns, a reduction is completed by whichever rank's
+call finds all posts. All calls of one mesh come one after the other, from whatever thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardwise.comm.shared_memory.control import hash_of
+from shardwise.comm.shared_memory.domain import Domain, domain_of
+from shardwise.comm.shared_memory.gather import (
+    Shards,
+    check_still_there,
+    make_plan,
+    plan_for,
+)
+from shardwise.comm.shared_memory.grads import OutgoingGrads, ReducePlan
+from shardwise.comm.shared_memory.mailbox import Mailbox, ReplicaSum, ShardSum
+from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.errors import TransportError
+from shardwise.layout import BucketLayout, ReduceLayout
+
+
+def shared_memory_reason(axes: Iterable[Axis]) -> str | None:
+    """Why shared memory cannot serve the mesh of these two axes (shard, replicate); None where it can.
+
+    Collective on the first call for a mesh, and the same answer on all its ranks.
+    """
+    shard, replicate = axes
+    domain = domain_of(shard, replicate)
+    return domain if isinstance(domain, str) else None
+
+
+class SharedMemoryTransport:
+    """Collective on the first construction for a mesh. Raises TransportError with the reason where it cannot work."""
+
+    name = "shared_memory"
+    per_mesh = True
+
+    def __init__(self, shard: Axis, replicate: Axis) -> None:
+        domain = domain_of(shard, replicate)
+        if isinstance(domain, str):
+            raise TransportError(
+                f"transport='shared_memory' cannot serve this mesh: {domain}. Use 'auto' or 'c10d'."
+            )
+        self._shard, self._replicate = shard, replicate
+        self._domain = domain
+        if domain.mail is None:
+            domain.mail = Mailbox(domain)
+        assert isinstance(domain.mail, Mailbox)
+        self._mail = domain.mail
+
+    @property
+    def wait_limit_s(self) -> float:
+        """Seconds until a wait for a peer becomes an error."""
+        return self._domain.wait_limit_s
+
+    @wait_limit_s.setter
+    def wait_limit_s(self, seconds: float) -> None:
+        self._domain.wait_limit_s = seconds
+
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+        """No communication: peers look the bucket up at its first gather, by its number."""
+        if device.type != "cpu":
+            raise ValueError(
+                f"{name}: shared memory serves CPU parameters, these are on {device}; use transport='c10d'."
+            )
+        if layout.world != self._shard.size:
+            raise ValueError(
+                f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has "
+                f"{self._shard.size}; lay the bucket out for the mesh that the transport serves."
+            )
+        domain = self._domain
+        key, domain.num_attached = domain.num_attached, domain.num_attached + 1
+        record = domain.own.record(key)
+        fingerprint = hash_of(name, layout)
+        if layout.world == 1 or not layout.chunk_numel:
+            offset, buffer = 0, torch.zeros(layout.chunk_numel, dtype=layout.dtype)
+        else:
+            offset = domain.arena.allocate(layout.shard_bytes)
+            buffer = domain.arena.owned_tensor(
+                offset, layout.chunk_numel, layout.dtype, record.mark_released
+            )
+        record.publish(name, offset, layout.shard_bytes, fingerprint)
+        bucket = Bucket(name, layout, self._shard, self._replicate, buffer)
+        indices = tuple(domain.ranks.index(r) for r in self._shard.ranks)
+        bucket.private["shards"] = Shards(key, fingerprint, indices)
+        domain.buckets[key] = bucket
+        return bucket
+
+    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+        if bucket.layout.world == 1:
+            if shard.data_ptr() != out.data_ptr():
+                make_plan(bucket.layout, [shard], out).run()
+            return DONE
+        if shard.data_ptr() != bucket.buffer.data_ptr():
+            raise TransportError(
+                f"{bucket.name}: shared memory gathers from the bucket's own buffer, which peers can read; "
+                "found another tensor. Write to the buffer, or use transport='c10d'."
+            )
+        domain, shards = self._domain, bucket.private["shards"]
+        domain.own.at = shards.key + 1
+        domain.entry_fence()
+        plan_for(domain, bucket, shards, out).run()
+        domain.check_abandoned()
+        check_still_there(domain, bucket, shards)
+        return DONE
+
+    def grad_buffer(
+        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+    ) -> GradBuffer:
+        return OutgoingGrads(ReducePlan.of(bucket, layout), self._mail.pool, out, pre_scale)
+
+    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
+        assert isinstance(grads, OutgoingGrads), f"{type(grads).__name__} is another transport's"
+        assert grads.out is out, "reduce() takes the `out` that grad_buffer() was given"
+        if not grads.plan.params:
+            return DONE
+        if bucket.layout.world == 1:
+            _finish_alone(grads, scale)
+            return DONE
+        return ShardSum(self._mail, bucket, grads, out, scale)
+
+    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+        if bucket.replicate.size == 1 or not out.numel():
+            return DONE
+        return ReplicaSum(self._mail, bucket, out)
+
+    def enter(self, position: Position) -> None:
+        self._domain.enter(position)
+
+    def leave(self, position: Position) -> None:
+        self._domain.leave()
+
+    def abandon(self) -> None:
+        self._domain.abandon()
+
+    def missing(self, position: Position) -> list[Bucket]:
+        return self._mail.missing()
+
+    def agree(self, flags: list[bool]) -> list[bool]:
+        return self._domain.agree(flags)
+
+    def close(self) -> None:
+        """Nothing to give back at once: buffers go with their tensors, the domain with its process group."""
+
+
+def _finish_alone(grads: OutgoingGrads, scale: float) -> None:
+    """A shard axis of one rank: the own gradients are the sum, over the shard axis."""
+    plan, out = grads.plan, grads.out
+    with torch.no_grad():
+        for (offset, numel), present in zip(plan.own, grads.present, strict=True):
+            if not present:
+                out[offset : offset + numel].zero_()
+        if scale != 1.0:
+            out[: plan.own_numel].mul_(scale)
+        out[plan.layout.counts_offset :].copy_(torch.tensor(grads.present, dtype=torch.float32))
