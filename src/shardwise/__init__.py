@@ -1,3 +1,73 @@
-"""shardwise: a fully sharded data parallel engine for PyTorch, with tools to plan and check runs."""
+"""shardwise: a fully sharded data parallel engine for PyTorch, with tools to plan and check runs.
+
+What is listed here is public. Names are imported at first use, so that `shardwise --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.comm.transport import Transport
+    from shardwise.engine.api import fully_shard
+    from shardwise.engine.grad_utils import clip_grad_norm_, mark_dirty, no_sync
+    from shardwise.engine.inspect import record_events
+    from shardwise.engine.materialize import materialize
+    from shardwise.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+    from shardwise.engine.shard_model import shard_model
+    from shardwise.engine.shard_tensor import ShardTensor
+    from shardwise.layout import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CPUOffloadPolicy": "layout",
+    "FSDPModule": "engine.module",
+    "MixedPrecisionPolicy": "layout",
+    "OffloadPolicy": "layout",
+    "ShardTensor": "engine.shard_tensor",
+    "Strategy": "layout",
+    "Transport": "comm.transport",
+    "UnshardHandle": "engine.module",
+    "clip_grad_norm_": "engine.grad_utils",
+    "fully_shard": "engine.api",
+    "mark_dirty": "engine.grad_utils",
+    "materialize": "engine.materialize",
+    "no_sync": "engine.grad_utils",
+    "record_events": "engine.inspect",
+    "register_fsdp_forward_method": "engine.module",
+    "shard_model": "engine.shard_model",
+}
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardTensor",
+    "Strategy",
+    "Transport",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "fully_shard",
+    "mark_dirty",
+    "materialize",
+    "no_sync",
+    "record_events",
+    "register_fsdp_forward_method",
+    "shard_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(f"shardwise.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

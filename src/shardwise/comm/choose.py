@@ -21,7 +21,7 @@ from shardwise.errors import TransportError
 
 NAMES = ("auto", "c10d", "shared_memory", "fake")
 
-# Transports that hold memory per mesh (`per_mesh = True`) serve all models on it. Weak: the units
+# One transport serves all models on a mesh: phases and fences are the mesh's. Weak: the units
 # that use a transport keep it alive, and a group that is gone cannot be mistaken for a later one
 # of the same id while its transport lives.
 _opened: WeakValueDictionary[tuple[object, ...], Transport] = WeakValueDictionary()
@@ -39,21 +39,23 @@ def open_transport(
     choice, reason = _choose(name, shard, replicate, device)
     if choice == "fake":
         return FakeTransport(shard, replicate)
-    if choice == "c10d":
-        return C10dTransport(shard, replicate)
-    if reason:
+    if choice == "shared_memory" and reason:
         raise TransportError(
             f"transport='shared_memory' cannot serve this mesh: {reason}. Use 'auto' or 'c10d'."
         )
-    from shardwise.comm.shared_memory import SharedMemoryTransport
-
     key = (choice, *((axis.ranks, id(axis.group)) for axis in (shard, replicate)))
     transport = _opened.get(key)
     if transport is None:
-        transport = SharedMemoryTransport(shard, replicate)
-        if getattr(transport, "per_mesh", False):
-            _opened[key] = transport
+        transport = _opened[key] = _open(choice, shard, replicate)
     return transport
+
+
+def _open(choice: str, shard: Axis, replicate: Axis) -> Transport:
+    if choice == "c10d":
+        return C10dTransport(shard, replicate)
+    from shardwise.comm.shared_memory import SharedMemoryTransport
+
+    return SharedMemoryTransport(shard, replicate)
 
 
 def explain_choice(

@@ -1,0 +1,136 @@
+"""`fully_shard`: shard a module's parameters in place.
+
+Names, defaults and meaning of torch's `fully_shard` (torch.distributed.fsdp, FSDP2), plus `strategy` and `transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from shardwise.comm.choose import open_transport
+from shardwise.comm.transport import Transport
+from shardwise.engine.build import Plan, find_params, move_buffers
+from shardwise.engine.context import Context
+from shardwise.engine.mesh import resolve_mesh, strategy_for
+from shardwise.engine.module import FSDPModule, ModuleState, swap_class
+from shardwise.engine.streams import streams_for
+from shardwise.engine.unit import Unit
+from shardwise.layout import Lifetime, MixedPrecisionPolicy, OffloadPolicy, Strategy
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (frozen)
+    ignored_params: set[nn.Parameter] | None = None,
+    strategy: str | Strategy | None = None,
+    transport: str | Transport = "auto",
+) -> Any:
+    """Shard the parameters of `module` that no earlier call has sharded; they become one unit.
+
+    Call it bottom-up: on the blocks first, on the whole model last. Build the optimizer afterwards.
+
+    Args:
+        module: a module, or a list of modules whose parameters are to be gathered together.
+        mesh: 1 dim (shard) or 2 dims (replicate, shard); all ranks in one dim by default.
+        reshard_after_forward: True frees gathered parameters after forward; False keeps them until the backward; an int
+            keeps shards over that many ranks; None is True, except for the root's own unit, which is kept.
+        shard_placement_fn: gives the `Shard(dim)` of a parameter, or None for `Shard(0)`.
+        mp_policy: dtypes of computation and reduction.
+        offload_policy: `CPUOffloadPolicy()` keeps shards and sharded gradients in host memory.
+        ignored_params: parameters to leave alone; their gradients are yours to reduce.
+        strategy: "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard" (aliases "zero3", ...).
+            Excludes `reshard_after_forward`.
+        transport: "auto", "c10d", "shared_memory", or an object that implements `Transport`.
+
+    Returns:
+        The module (or list), its class swapped for one that is also an `FSDPModule`.
+
+    Raises:
+        ValueError: a setting that cannot be; the text names parameter, axis and remedy.
+    """
+    modules = _checked_modules(module)
+    num_dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
+    chosen = strategy_for(strategy, num_dims, reshard_after_forward)
+    shard_mesh = resolve_mesh(mesh, chosen)
+    plan = Plan(
+        mesh=shard_mesh,
+        transport=open_transport(transport, shard_mesh.shard, shard_mesh.replicate, shard_mesh.device),
+        policy=_policy(mp_policy),
+        strategy=chosen,
+        offload=hasattr(offload_policy, "pin_memory"),
+    )
+    ignored = frozenset(id(p) for p in ignored_params or ())
+    found = find_params(modules, set(ignored), _placement_reader(shard_placement_fn), _is_sharded)
+    name = type(modules[0]).__name__
+    unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
+    move_buffers(modules, shard_mesh.device, _is_sharded)
+    unit.root_rule = strategy is None and reshard_after_forward is None and chosen.lifetime is Lifetime.USE
+    Context().take_in([unit])
+    for m in modules:
+        swap_class(m, ModuleState(unit))
+    return module
+
+
+def _checked_modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard: expected a module or a list of modules, found an empty list")
+    for m in modules:
+        if not isinstance(m, nn.Module):
+            raise ValueError(f"fully_shard: expected a module or a list of modules, found {type(m).__name__}")
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {type(m).__name__}; shard its "
+                "entries, or pass list(module) to make them one unit"
+            )
+        if isinstance(m, FSDPModule):
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{type(m).__name__} is sharded already"
+            )
+    return modules
+
+
+def _policy(policy: Any) -> MixedPrecisionPolicy:
+    """Ours, or one of torch's with the same fields."""
+    if isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    try:
+        return MixedPrecisionPolicy(
+            policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+        )
+    except AttributeError:
+        raise ValueError(f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__}") from None
+
+
+def _placement_reader(fn: Callable[[nn.Parameter], Any] | None) -> Callable[[str, nn.Parameter], int]:
+    """The dim along which a parameter is cut."""
+
+    def shard_dim(name: str, param: nn.Parameter) -> int:
+        placement = fn(param) if fn is not None else None
+        if placement is None:
+            return 0
+        if not isinstance(placement, Shard):
+            raise ValueError(f"{name}: shard_placement_fn must return Shard(dim) or None, found {placement!r}")
+        dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+        if not 0 <= dim < max(param.ndim, 1):
+            raise AssertionError(
+                f"Shard dim {placement.dim} is invalid for {param.ndim}D tensor {name} of shape {tuple(param.shape)}"
+            )
+        return dim
+
+    return shard_dim
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)

@@ -1,0 +1,168 @@
+"""One backward: from the first hook that fires to autograd's final callback.
+
+Signs of it, in any order: the gradient of a unit's output is there (`pre_backward`), a full gradient is in its accumulator
+(`gradient_arrived`), a forward runs again (activation checkpointing). Reduction of a unit is issued when its last gradient
+has arrived and all units behind it in the forward order have issued theirs; what is incomplete then (parameters that the
+loss did not reach) is flushed at the end. Release of a unit waits for the next `pre_backward`: the gradient of the
+next unit's output is complete only when everything inside this unit has run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise._torch_compat import at_end_of_backward, graph_task
+from shardwise.engine.bucket import BucketState
+from shardwise.engine.gradients import Reduction
+from shardwise.engine.unit import Unit
+from shardwise.errors import EngineError
+
+if TYPE_CHECKING:
+    from shardwise.engine.context import Context
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class BackwardPass:
+    """See the module docstring."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._watched: set[int] = set()
+        self._first_task = graph_task()
+        self._creates_graph = False
+        self._touched: dict[Unit, None] = {}
+        self._complete: set[Unit] = set()
+        self._issued: set[Unit] = set()
+        self._done_with: list[Unit] = []
+        self._in_flight: deque[Reduction] = deque()
+
+    def watch_end(self) -> None:
+        """Ask for the final callback, once for each graph task (reentrant checkpointing nests them)."""
+        task = graph_task()
+        if task is not None and task not in self._watched:
+            self._watched.add(task)
+            at_end_of_backward(lambda: self._end(task))
+
+    # -- moments ---------------------------------------------------------------------------------------------------
+    def pre_backward(self, unit: Unit) -> None:
+        """The gradient of an output of `unit` is complete."""
+        if torch.is_grad_enabled():  # create_graph: the graph under construction saves the full parameters
+            unit.in_double_backward = self._creates_graph = True
+        if unit not in self._touched:
+            self._touched[unit] = None
+            self._context.note("B", unit)
+        self._release_done(unit)
+        unit.pre_backward()
+        self._prefetch(unit)
+
+    def recomputing(self, unit: Unit) -> None:
+        """A checkpointed forward runs again; units whose backward is over make room for it."""
+        self._release_done(unit)
+
+    def input_done(self, unit: Unit) -> None:
+        """The gradient of the unit's input is complete, so nothing inside it is left to run."""
+        if not unit.in_double_backward:
+            unit.rest_after_backward()
+
+    def gradient_arrived(self, unit: Unit, bucket: BucketState, index: int) -> None:
+        self._touched.setdefault(unit, None)
+        if unit.arrived(bucket, index):
+            self._complete.add(unit)
+            if not unit.has_frozen and not unit.in_double_backward:
+                self._done_with.append(unit)
+            self._issue_ready()
+
+    def _release_done(self, but: Unit) -> None:
+        if self._done_with:
+            done, self._done_with = self._done_with, []
+            for unit in done:
+                if unit is not but:
+                    unit.rest_after_backward()
+
+    def _prefetch(self, unit: Unit) -> None:
+        for ref in unit.backward_prefetch:
+            ahead = ref()
+            if ahead is not None and not ahead.keeps_between_steps:
+                ahead.unshard()
+
+    # -- reducing --------------------------------------------------------------------------------------------------
+    def _issue_ready(self) -> None:
+        """Issue complete units from the back of the forward order; stop at the first that still collects.
+
+        Units that this backward has not reached are passed over: theirs is another one, or none.
+        """
+        order = self._context.order
+        for unit in reversed(order[:]):
+            if unit in self._complete:
+                order.remove(unit)
+                self._issue(unit)
+            elif unit in self._touched:
+                break
+        for unit in list(self._complete):
+            if unit not in order:  # a second arrival, or a graph from before an exception
+                self._issue(unit)
+
+    def _issue(self, unit: Unit) -> None:
+        self._complete.discard(unit)
+        self._issued.add(unit)
+        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._finish_oldest()
+        self._in_flight.extend(unit.issue_reductions())
+
+    def _finish_oldest(self) -> None:
+        reduction = self._in_flight.popleft()
+        unit = reduction.grads.state.unit()
+        with torch.no_grad(), unit.streams.lane("reduce"):
+            reduction.finish()
+        unit.streams.wait(unit.streams.record("reduce"))
+        self._context.note("G", unit)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+    def _end(self, task: int) -> None:
+        """Autograd has run all nodes of a graph task."""
+        context = self._context
+        if context.backward is not self:
+            return
+        self._flush()
+        while self._in_flight:
+            self._finish_oldest()
+        if task != self._first_task:
+            return  # a nested one; the outer backward goes on
+        self._done_with.clear()
+        for unit in context.units:
+            if not self._creates_graph:
+                unit.in_double_backward = False
+            if unit.is_held or unit in self._touched:
+                unit.rest_after_backward()
+        self._check()
+        context.end_backward()
+
+    def _flush(self) -> None:
+        """Issue what is incomplete: first in the reverse forward order, then units that are not in it."""
+        context = self._context
+        for unit in reversed(context.order[:]):
+            if unit in self._touched or unit.has_unreduced:
+                context.order.remove(unit)
+                self._issue_if_needed(unit)
+        for unit in context.units:
+            self._issue_if_needed(unit)
+
+    def _issue_if_needed(self, unit: Unit) -> None:
+        untouched_yet = unit in self._touched and unit not in self._issued
+        if unit.requires_sync and (unit.has_unreduced or untouched_yet):
+            self._issue(unit)
+
+    def _check(self) -> None:
+        """The step's ledger: whatever was collected has been reduced, whatever was gathered has been released."""
+        for unit in self._touched:
+            if unit.requires_sync and any(g.buffer is not None for g in unit.grads):
+                raise EngineError(f"{unit.name}: gradients were collected but not reduced; please report this")
+
+    def abandon(self) -> None:
+        """An exception ended the backward: finish what peers may be reading, drop the results."""
+        while self._in_flight:
+            self._in_flight.popleft().wait()

@@ -1,0 +1,174 @@
+"""A bucket at run time: the shard buffer, the gathered buffer over one resizable storage, and the registered parameters.
+
+Gathering writes through `out`, one flat tensor over the storage; every full parameter is a tensor of its own over the same
+storage, so its version counter is its own and autograd's saved tensors stay valid while the storage is emptied and filled
+again. A released parameter must never be read: some kernels crash on it. So the version counters move with the state,
+
+    gathered: base + 2 * writes        released: base + 2 * writes + 1
+
+and autograd refuses, with a Python error, to unpack a parameter that is released now, or that was written since.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from shardwise._torch_compat import set_versions
+from shardwise.comm.transport import DONE, Bucket, Handle, Transport
+from shardwise.engine.mesh import ShardMesh
+from shardwise.engine.param import ShardedParam
+from shardwise.engine.shard_tensor import Mark
+from shardwise.layout import BucketLayout
+
+
+class BucketState:
+    """Parameters that are gathered and reduced together."""
+
+    def __init__(
+        self,
+        name: str,
+        layout: BucketLayout,
+        params: list[ShardedParam],
+        mesh: ShardMesh,
+        transport: Transport,
+        mark: Mark,
+        offload: bool = False,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.params = params
+        self.mesh = mesh
+        self.transport = transport
+        self.mark = mark
+        self.offload = offload and mesh.device.type != "cpu"
+        self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
+        self.bucket: Bucket | None = None  # None while the parameters are on the meta device
+        self.aliases = layout.world == 1 and not layout.needs_cast and not self.offload
+        self._hooked: set[int] = set()
+
+    # -- making ----------------------------------------------------------------------------------------------------
+    def allocate(self) -> None:
+        """Allocate the shard buffer, in memory that the transport can work with."""
+        device = torch.device("cpu") if self.offload else self.mesh.device
+        self.bucket = self.transport.attach(self.name, self.layout, device)
+        if self.offload:
+            self.bucket.buffer = self.bucket.buffer.pin_memory()
+
+    def local_view(self, index: int) -> torch.Tensor:
+        """This rank's part of a parameter, as a view into the shard buffer."""
+        assert self.bucket is not None
+        rank = self.mesh.shard.rank
+        p = self.layout.params[index]
+        at = self.layout.shard_offsets(rank)[index]
+        return self.bucket.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+
+    @torch.inference_mode(False)
+    def make_full(self) -> None:
+        """The (empty) gathered storage and the full parameters over it."""
+        layout, device = self.layout, self.mesh.device
+        if self.aliases:
+            assert self.bucket is not None
+            self.storage, start = self.bucket.buffer.untyped_storage(), self.bucket.buffer.storage_offset()
+        else:
+            self.storage = torch.empty(layout.full_bytes, dtype=torch.uint8, device=device).untyped_storage()
+            start = 0
+        empty = torch.empty(0, dtype=layout.gather_dtype, device=device)
+        self.out = empty.set_(self.storage, start, (layout.full_numel,), (1,))
+        for p, param in zip(layout.params, self.params, strict=True):
+            full = torch.empty(0, dtype=layout.gather_dtype, device=device)
+            shape = torch.Size(p.spec.shape)
+            full.set_(self.storage, start + p.full_offset, shape, torch.empty(shape, device="meta").stride())
+            param.full = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+        self._fulls = tuple(param.full for param in self.params)
+        self._hooked.clear()
+        self.release()
+
+    def watch_gradients(self, arrived: Callable[[Any, int], None]) -> None:
+        """Call `arrived(bucket, index)` when autograd has put a gradient into a full parameter.
+
+        The hooks hold the bucket weakly, so a model that is deleted frees its memory at once.
+        """
+        for i, param in enumerate(self.params):
+            if param.full.requires_grad != param.sharded.requires_grad:
+                param.full.requires_grad_(param.sharded.requires_grad)
+            if param.full.requires_grad and i not in self._hooked:
+                param.full.register_post_accumulate_grad_hook(_arrival_hook(weakref.ref(self), i, arrived))
+                self._hooked.add(i)
+
+    # -- moving ----------------------------------------------------------------------------------------------------
+    def gather(self) -> Handle:
+        """Fill the gathered storage from all ranks' shards."""
+        assert self.bucket is not None
+        if self.aliases:
+            self.set_gathered_versions()
+            return DONE
+        if self.storage.nbytes() == 0:
+            self.storage.resize_(self.layout.full_bytes)
+        shard = self.bucket.buffer
+        if self.offload:
+            shard = shard.to(self.mesh.device, non_blocking=True)
+        handle = self.transport.gather(self.bucket, shard, self.out)
+        self.set_gathered_versions()
+        return handle
+
+    def release(self) -> None:
+        """Empty the gathered storage. Full parameters must not be read until the next gather."""
+        if self.aliases:
+            return
+        self.storage.resize_(0)
+        version = 2 * self.mark.count + 1
+        set_versions(self._fulls, (version,) * len(self._fulls))
+
+    def set_gathered_versions(self) -> None:
+        version = 2 * self.mark.count
+        set_versions(self._fulls, (version,) * len(self._fulls))
+
+    def is_current(self) -> bool:
+        """True when the registered parameters are the ones over this bucket's buffer."""
+        if not self.is_registered():
+            return False
+        if self.bucket is None:
+            return all(param.sharded.is_meta for param in self.params)
+        storage = self.bucket.buffer.untyped_storage().data_ptr()
+        return all(
+            param.local.untyped_storage().data_ptr() == storage and param.sharded._mark is self.mark  # type: ignore[attr-defined]
+            for param in self.params
+        )
+
+    def is_registered(self) -> bool:
+        """True when every slot holds the sharded or the full form of its parameter."""
+        for param in self.params:
+            for parameters, name in param.slots:
+                held = parameters.get(name)
+                if held is not param.sharded and (held is not param.full or held is None):
+                    return False
+        return True
+
+    # -- registering -----------------------------------------------------------------------------------------------
+    def register_full(self) -> None:
+        for param in self.params:
+            full = param.full
+            for parameters, name in param.slots:
+                parameters[name] = full
+
+    def register_sharded(self) -> None:
+        for param in self.params:
+            sharded = param.sharded
+            for parameters, name in param.slots:
+                parameters[name] = sharded
+
+
+def _arrival_hook(
+    bucket: weakref.ref[BucketState], index: int, arrived: Callable[[Any, int], None]
+) -> Callable[[torch.Tensor], None]:
+    def hook(full: torch.Tensor) -> None:
+        state = bucket()
+        if state is not None:
+            arrived(state, index)
+
+    return hook

@@ -1,0 +1,171 @@
+"""Building a unit: which parameters it manages, their layout, and moving them into their shard buffer.
+
+The same path serves the first time and every later one (`to`, `to_empty`, `load_state_dict(assign=True)`, parameters set
+anew): what the modules hold is laid out and moved, whether it is a plain tensor, a shard, or on the meta device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch_compat import local_of
+from shardwise.comm.transport import Transport
+from shardwise.engine.bucket import BucketState
+from shardwise.engine.mesh import ShardMesh
+from shardwise.engine.param import ShardedParam, Slot
+from shardwise.engine.shard_tensor import Mark, ShardTensor
+from shardwise.layout import MixedPrecisionPolicy, ParamSpec, Strategy, layout_unit
+
+
+@dataclass(slots=True)
+class Found:
+    """A parameter to manage: its name, what the modules hold now, where they hold it, along which dim it is cut."""
+
+    name: str
+    param: nn.Parameter
+    slots: list[Slot]
+    shard_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `fully_shard` was asked for, as far as buckets depend on it."""
+
+    mesh: ShardMesh
+    transport: Transport
+    policy: MixedPrecisionPolicy
+    strategy: Strategy
+    offload: bool
+
+
+def find_params(
+    modules: list[nn.Module],
+    ignored: set[int],
+    shard_dim_of: Callable[[str, nn.Parameter], int],
+    is_sharded: Callable[[nn.Module], bool],
+) -> list[Found]:
+    """Parameters in module order; a tied parameter appears once, with all its slots."""
+    found: dict[int, Found] = {}
+    for position, module in enumerate(modules):
+        prefix = f"{position}." if len(modules) > 1 else ""
+        for name, owner in own_modules(module, prefix, is_sharded):
+            for key, param in owner._parameters.items():
+                if param is None or id(param) in ignored or isinstance(param, ShardTensor):
+                    continue
+                if id(param) not in found:
+                    _check_param(f"{name}{key}", param)
+                    found[id(param)] = Found(f"{name}{key}", param, [], shard_dim_of(f"{name}{key}", param))
+                slots = found[id(param)].slots
+                if all(s[0] is not owner._parameters or s[1] != key for s in slots):
+                    slots.append((owner._parameters, key))
+    return list(found.values())
+
+
+def own_modules(
+    module: nn.Module, prefix: str, is_sharded: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what is below it, without sub-modules that are sharded themselves."""
+    yield prefix, module
+    for name, child in module.named_children():
+        if not is_sharded(child):
+            yield from own_modules(child, f"{prefix}{name}.", is_sharded)
+
+
+def _check_param(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"{name}: is a DTensor over {param.device_mesh} already; shard the plain model with fully_shard "
+            "before other parallelisms are applied, or leave it out with ignored_params"
+        )
+    if param.ndim == 0:
+        raise ValueError(
+            f"{name}: a parameter without dims cannot be sharded. "
+            f"Change {name} to a 1D tensor with numel equal to 1."
+        )
+
+
+def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
+    """Lay out, allocate, move, register."""
+    specs = [
+        ParamSpec(f.name, tuple(f.param.shape), f.param.dtype, f.param.requires_grad, f.shard_dim) for f in found
+    ]
+    mesh = plan.mesh
+    layout = layout_unit(
+        unit_name,
+        specs,
+        strategy=plan.strategy,
+        policy=plan.policy,
+        world=mesh.shard.size,
+        replicas=mesh.replicate.size,
+    )
+    by_name = {f.name: f for f in found}
+    buckets = []
+    for index, bucket_layout in enumerate(layout.buckets):
+        members = [by_name[p.name] for p in bucket_layout.params]
+        params = [
+            ShardedParam(f.name, p, f.slots, mesh, mark)
+            for f, p in zip(members, bucket_layout.params, strict=True)
+        ]
+        label = f"{unit_name}:{members[0].name}[{index}]"
+        bucket = BucketState(label, bucket_layout, params, mesh, plan.transport, mark, plan.offload)
+        fill_bucket(bucket, [f.param for f in members])
+        buckets.append(bucket)
+    return buckets
+
+
+def fill_bucket(bucket: BucketState, origins: list[nn.Parameter]) -> None:
+    """Copy this rank's parts into the shard buffer and register parameters over it. Meta stays meta."""
+    is_meta = any(o.is_meta for o in origins)
+    if not is_meta:
+        bucket.allocate()
+    rank = bucket.mesh.shard.rank
+    for i, (param, origin) in enumerate(zip(bucket.params, origins, strict=True)):
+        if is_meta:
+            shape = param.layout.shard_shape(rank)
+            local = torch.empty(shape, dtype=bucket.layout.dtype, device="meta")
+        else:
+            local = bucket.local_view(i)
+            with torch.no_grad():
+                local.copy_(own_part(param, origin, rank))
+        _register(param, local, origin)
+    bucket.register_sharded()
+    if not is_meta:
+        bucket.make_full()
+
+
+def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tensor:
+    """This rank's rows of `origin`, which is whole, or sharded alike already."""
+    p = param.layout
+    if isinstance(origin, DTensor):
+        local = local_of(origin)
+        if tuple(local.shape) != p.shard_shape(rank):
+            raise ValueError(
+                f"{param.name}: replaced by a DTensor with placements {origin.placements} and a local part of shape "
+                f"{tuple(local.shape)}, expected {p.shard_shape(rank)}; distribute it like the one it replaces"
+            )
+        return local.detach()
+    return origin.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
+
+
+def _register(param: ShardedParam, local: torch.Tensor, origin: nn.Parameter) -> None:
+    """Keep the parameter object when it is one of ours: optimizers hold it."""
+    if type(origin) is ShardTensor and origin.device.type == local.device.type and not local.is_meta:
+        param.adopt_sharded(local, origin)
+    else:
+        param.make_sharded(local, origin)
+
+
+def move_buffers(
+    modules: list[nn.Module], device: torch.device, is_sharded: Callable[[nn.Module], bool]
+) -> None:
+    """Buffers follow the mesh's device; those on meta wait for materialisation."""
+    for module in modules:
+        for _, owner in own_modules(module, "", is_sharded):
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    owner._buffers[key] = buffer.to(device)

@@ -1,0 +1,151 @@
+"""A context: the units under one root, and the forward passes through them.
+
+The root is whoever is called first from outside; at its first call it takes in the units of all modules below it, names
+them, and checks what can be checked before anything is trained. Nesting is dynamic: `depth` counts engine calls, the
+outermost one enters and leaves the transports' phases.
+
+`order` holds the units whose forward ran with gradients and whose backward is still to come, in the order of their first
+call. Reductions are issued in the reverse order, whatever the order in which gradients complete: ranks whose autograd
+graphs differ inside a unit then still issue the same sequence of collectives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from shardwise._torch_compat import graph_task
+from shardwise.engine.backward import BackwardPass
+from shardwise.engine.bucket import BucketState
+from shardwise.engine.unit import Unit
+from shardwise.engine.wire import Wire
+from shardwise.events import EventLog
+
+
+class Context:
+    """See the module docstring. Units are held weakly: they belong to their modules."""
+
+    def __init__(self) -> None:
+        self._units: list[weakref.ref[Unit]] = []
+        self.depth = 0
+        self.order: list[Unit] = []
+        self.backward: BackwardPass | None = None
+        self.log: EventLog | None = None
+        self._entered: list[Wire] = []
+
+    # -- units -----------------------------------------------------------------------------------------------------
+    @property
+    def units(self) -> list[Unit]:
+        return [u for ref in self._units if (u := ref()) is not None]
+
+    def take_in(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            unit.context = self
+            if all(ref() is not unit for ref in self._units):
+                self._units.append(weakref.ref(unit))
+
+    def wires(self) -> list[Wire]:
+        """The wires of all units, each once, in an order that is the same on all ranks."""
+        return list({id(u.wire): u.wire for u in self.units}.values())
+
+    def note(self, code: str, unit: Unit) -> None:
+        if self.log is not None:
+            self.log.add(code, unit.name)
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+    @property
+    def is_outermost(self) -> bool:
+        return self.depth <= 1
+
+    def begin_call(self, name: str) -> bool:
+        """Control enters. True for an outermost call outside of any backward."""
+        self.depth += 1
+        if self.depth > 1:
+            return False
+        if graph_task() is not None:
+            self.backward_pass()  # a recomputation may come before any other sign of the backward
+            return False
+        if self.backward is not None:
+            self.abandon()  # its end was never reached: an exception ended it
+            self.depth = 1
+        self._enter("forward", name)
+        self._agree_on_stale_copies()
+        return True
+
+    def end_call(self, name: str, outermost: bool) -> None:
+        self.depth -= 1
+        if not outermost:
+            return
+        for unit in self.units:
+            if unit._modules_run:
+                unit.rest_after_forward()
+        self._leave("forward", name)
+
+    def fail_call(self, outermost: bool) -> None:
+        """An exception passes through. The outermost call puts everything back to rest."""
+        self.depth -= 1
+        if outermost:
+            self.abandon()
+
+    def ran_forward(self, unit: Unit) -> None:
+        """A unit's forward begins; its backward is to be expected when gradients are on."""
+        self.note("F", unit)
+        if torch.is_grad_enabled() and unit not in self.order and graph_task() is None:
+            self.order.append(unit)
+
+    def _agree_on_stale_copies(self) -> None:
+        """Copies that live between steps are gathered again when any rank wrote to its shards."""
+        kept = [u for u in self.units if u.keeps_between_steps and u.is_held and u.mesh.shard.size > 1]
+        for wire in {id(u.wire): u.wire for u in kept}.values():
+            units = [u for u in kept if u.wire is wire]
+            agreed = wire.transport.agree([u.gathered_at != u.mark.count for u in units])
+            for unit, stale in zip(units, agreed, strict=True):
+                unit.is_stale = stale
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+    def _enter(self, phase: str, name: str) -> None:
+        self._entered = self.wires()
+        for wire in self._entered:
+            wire.enter(phase, name)
+
+    def _leave(self, phase: str, name: str) -> None:
+        entered, self._entered = self._entered, []
+        for wire in entered:
+            wire.leave(phase, name)
+
+    def abandon(self) -> None:
+        """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""
+        backward, self.backward = self.backward, None
+        if backward is not None:
+            backward.abandon()
+        for unit in self.units:
+            unit.abandon()
+        self.order.clear()
+        self.depth = 0
+        entered, self._entered = self._entered, []
+        for wire in entered:
+            wire.abandon()
+
+    # -- backward --------------------------------------------------------------------------------------------------
+    def backward_pass(self) -> BackwardPass:
+        """The backward that runs now; begins one at its first sign."""
+        if self.backward is None:
+            self.backward = BackwardPass(self)
+            self._enter("backward", "")
+        self.backward.watch_end()
+        return self.backward
+
+    def end_backward(self) -> None:
+        self.backward = None
+        self._leave("backward", "")
+
+    def gradient_arrived(self, unit: Unit, bucket: BucketState, index: int) -> None:
+        self.backward_pass().gradient_arrived(unit, bucket, index)
+
+    def pre_backward(self, unit: Unit, _grad: torch.Tensor) -> None:
+        self.backward_pass().pre_backward(unit)
+
+    def input_done(self, unit: Unit, _grad: torch.Tensor) -> None:
+        self.backward_pass().input_done(unit)

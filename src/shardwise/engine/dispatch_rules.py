@@ -1,0 +1,157 @@
+"""Facts about operators that `ShardTensor` needs, read from their schemas once: what they write, return, and whether they
+work element by element (then they may run on the shards directly).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch_compat import local_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """`writes`: positions of arguments that are written. `returns_written`: it gives back its first argument."""
+
+    writes: tuple[int, ...]
+    returns_written: bool
+    returns_nothing: bool
+    returns_view: bool
+    elementwise: bool
+    writes_grads_away: bool
+
+
+# Base names of operators whose result at an element depends on that element of each operand alone.
+_ELEMENTWISE = frozenset(
+    "abs add addcdiv addcmul clamp clamp_max clamp_min copy div exp lerp log maximum minimum mul neg pow reciprocal "
+    "rsqrt sign sqrt sub zero fill".split()
+)
+_FUSED = frozenset({"_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"})
+_CACHE: dict[Any, OpInfo] = {}
+
+
+def op_info(func: Any) -> OpInfo:
+    """Facts of one operator overload."""
+    info = _CACHE.get(func)
+    if info is None:
+        info = _CACHE[func] = _read(func)
+    return info
+
+
+def _read(func: Any) -> OpInfo:
+    schema = func._schema
+    writes = tuple(
+        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    name = func._opname
+    base = name.rstrip("_")
+    foreach = base.startswith("_foreach_") and base.removeprefix("_foreach_") in _ELEMENTWISE
+    elementwise = foreach or base in _FUSED or (base in _ELEMENTWISE and func.namespace == "aten")
+    return OpInfo(
+        writes=writes,
+        returns_written=bool(writes) and bool(schema.returns),
+        returns_nothing=not schema.returns,
+        returns_view=views,
+        elementwise=elementwise and "out" not in func._overloadname,
+        writes_grads_away=base in ("zero", "_foreach_zero") and bool(writes),
+    )
+
+
+def same_layout(args: Any, cls: type) -> bool:
+    """True when all sharded operands lie alike, so that equal positions of the shards are equal positions of the whole.
+
+    Lists are compared entry by entry (foreach): entry i of every list must lie like entry i of the first, or be plain in
+    all of them. Plain operands must be scalars (0-dim).
+    """
+    first = args[0]
+    if isinstance(first, (list, tuple)):
+        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+        singles = [a for a in args[1:] if isinstance(a, torch.Tensor)]
+        return all(s.ndim == 0 and not isinstance(s, DTensor) for s in singles) and all(
+            _alike(entry) for entry in zip(*lists, strict=False)
+        )
+    return _alike(tuple(a for a in args if isinstance(a, torch.Tensor)))
+
+
+def _alike(tensors: tuple[torch.Tensor, ...]) -> bool:
+    sharded = [t for t in tensors if isinstance(t, DTensor)]
+    if not sharded:
+        return True
+    first = sharded[0]
+    spec, shape = first._spec, first.shape
+    if any(p.is_partial() for p in spec.placements):
+        return False
+    for t in sharded[1:]:
+        other = t._spec
+        if other is spec:
+            continue
+        if t.shape != shape or other.placements != spec.placements or other.mesh != spec.mesh:
+            return False
+    return all(t.ndim == 0 for t in tensors if not isinstance(t, DTensor))
+
+
+def first_sharded(args: Any, cls: type) -> Any:
+    """The first argument of that class."""
+    return next(a for a in args if isinstance(a, cls))
+
+
+def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`fn` on the tensors of operator arguments: tuples, lists and dicts of them, not deeper than operators nest."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([map_tensors(item, fn) for item in tree]) if tree else tree
+    if isinstance(tree, dict):
+        return {key: map_tensors(item, fn) for key, item in tree.items()} if tree else tree
+    return tree
+
+
+# -- empty shards ------------------------------------------------------------------------------------------------
+# Reductions that fail, or have no neutral answer, on a shard without elements: one neutral element stands in for it.
+EMPTY_FILL: dict[Any, float] = {
+    aten.linalg_vector_norm.default: 0.0,
+    aten.norm.Scalar: 0.0,
+    aten.norm.ScalarOpt_dim: 0.0,
+    aten._foreach_norm.Scalar: 0.0,
+    aten.max.default: float("-inf"),
+    aten.min.default: float("inf"),
+}
+
+
+def neutral(local: torch.Tensor, fill: float) -> torch.Tensor:
+    """A one-element stand-in of the same number of dims for an empty shard."""
+    if not local.dtype.is_floating_point:
+        limits = torch.iinfo(local.dtype)
+        value: float = 0 if fill == 0 else (limits.min if fill < 0 else limits.max)
+    else:
+        value = fill
+    return local.new_full([1] * max(local.ndim, 1), value)
+
+
+# -- randomness --------------------------------------------------------------------------------------------------
+RANDOM_FILLS = (
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.cauchy_.default,
+    aten.log_normal_.default,
+    aten.bernoulli_.float,
+    aten.random_.default,
+    aten.random_.to,
+    getattr(aten.random_, "from"),
+)
+RANDOM_LIKES = (
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+)

@@ -1,0 +1,209 @@
+"""Gradients of one bucket: from autograd's accumulator to the sharded `.grad`.
+
+    arrival     a full gradient leaves the full parameter for the reduction's buffer at once
+    complete    all trainable parameters have arrived: the reduction may be issued
+    deliver     this rank's part of the sum is added to `.grad`; a parameter without a gradient on any rank stays None
+    partial     without sync a full gradient is added up on this rank instead; `.grad` then stands for it (`Pending`)
+    replica     without all-reduce the sum over the shard axis is kept, and joins the next all-reduce
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.comm.transport import GradBuffer, Handle
+from shardwise.engine.bucket import BucketState
+from shardwise.layout import ReduceLayout, layout_reduce
+
+
+@dataclass(slots=True)
+class Scale:
+    """Factors around the sum. `before` is not 1 only for float16, whose sums overflow (FSDP2 does the same)."""
+
+    before: float
+    after: float
+
+
+def mean_scale(world: int, dtype: torch.dtype, divide_by: float | None = None) -> Scale:
+    """Factors that make a mean over `world` ranks, or a division by `divide_by`."""
+    factor = float(world) if divide_by is None else float(divide_by)
+    if dtype != torch.float16:
+        return Scale(1.0, 1.0 / factor)
+    before = 1.0
+    while factor % (before * 2) == 0 and before * 2 <= factor / (before * 2):
+        before *= 2
+    return Scale(1.0 / before, before / factor)
+
+
+class BucketGrads:
+    """The reduction that a bucket is collecting, and what it keeps between backwards."""
+
+    def __init__(self, state: BucketState, settle: Callable[[], None]) -> None:
+        self.state = state
+        self._settle = settle
+        self.layout: ReduceLayout | None = None
+        self.buffer: GradBuffer | None = None
+        self.out: torch.Tensor | None = None
+        self.num_arrived = 0
+        self.replica: torch.Tensor | None = None  # summed over the shard axis only
+        self._position: dict[int, int] = {}
+
+    # -- collecting ------------------------------------------------------------------------------------------------
+    def trainable_layout(self) -> ReduceLayout:
+        """Layout of the trainable parameters as they are now."""
+        flags = tuple(p.full.requires_grad for p in self.state.params)
+        if self.layout is None or tuple(i in self._position for i in range(len(flags))) != flags:
+            if self.replica is not None:
+                raise RuntimeError(
+                    f"{self.state.name}: requires_grad changed while gradients wait for their all-reduce; finish the "
+                    "accumulation (set_requires_all_reduce(True) and a backward) or clear the gradients before"
+                )
+            self.layout = layout_reduce(self.state.layout, flags)
+            self._position = {i: j for j, i in enumerate(self.layout.indices)}
+        return self.layout
+
+    def open(self, scale: Scale) -> None:
+        """Start a reduction and move partial gradients into it."""
+        assert self.state.bucket is not None
+        layout = self.trainable_layout()
+        device = self.state.mesh.device
+        self.out = torch.empty(layout.chunk_numel, dtype=layout.dtype, device=device)
+        self.buffer = self.state.transport.grad_buffer(self.state.bucket, layout, self.out, scale.before)
+        self.num_arrived = 0
+        for i, j in self._position.items():
+            param = self.state.params[i]
+            param.drop_cleared()
+            if param.partial is not None:
+                self.buffer.put(j, param.partial)
+                param.partial = None
+
+    def put(self, index: int, grad: torch.Tensor, scale: Scale) -> bool:
+        """A gradient arrived. True when it was the last one that was missing."""
+        if self.buffer is None:
+            self.open(scale)
+        assert self.buffer is not None and self.layout is not None
+        position = self._position.get(index)
+        if position is None:  # unfrozen while a backward runs: the reduction under way does not know it
+            raise RuntimeError(
+                f"{self.state.params[index].name}: requires_grad changed during a backward; change it between steps"
+            )
+        self.buffer.put(position, grad)
+        self.num_arrived += 1
+        return self.num_arrived == len(self.layout.indices)
+
+    def accumulate(self, index: int, grad: torch.Tensor) -> None:
+        """A gradient arrived that is not to be reduced yet."""
+        self.state.params[index].add_partial(grad, self.state.layout.reduce_dtype, self.pending(index))
+
+    def pending(self, index: int) -> ParamPending:
+        return ParamPending(self, index, self._settle)
+
+    def zero_replica(self, index: int) -> None:
+        """Take one parameter out of what waits for its all-reduce."""
+        assert self.replica is not None and self.layout is not None
+        position = self._position[index]
+        rank = self.state.mesh.shard.rank
+        at = self.layout.offsets(rank)[position]
+        self.replica[at : at + self.layout.params[position].shard_numel(rank)] = 0
+        self.replica[self.layout.counts_offset + position] = 0
+
+    @property
+    def has_partial(self) -> bool:
+        for param in self.state.params:
+            param.drop_cleared()
+        return any(p.partial is not None for p in self.state.params) or self.replica is not None
+
+    def discard(self) -> None:
+        """An exception ended the backward: what was collected is not reduced."""
+        if self.buffer is not None:
+            self.buffer.discard()
+        self.buffer = self.out = None
+        self.num_arrived = 0
+
+    # -- reducing --------------------------------------------------------------------------------------------------
+    def issue(self, scale: Scale, all_reduce: bool) -> Reduction:
+        """Issue the reduction of what was collected (zeros where nothing arrived)."""
+        if self.buffer is None:
+            self.open(scale)
+        assert self.buffer is not None and self.out is not None and self.layout is not None
+        assert self.state.bucket is not None
+        had = tuple(self.buffer.has(j) for j in range(len(self.layout.indices)))
+        handle = self.state.transport.reduce(self.state.bucket, self.buffer, self.out, scale.after)
+        reduction = Reduction(self, handle, self.out, self.layout, had, all_reduce)
+        self.buffer = self.out = None
+        self.num_arrived = 0
+        return reduction
+
+
+@dataclass(slots=True)
+class Reduction:
+    """A reduction on its way. `finish` waits, sums over the replicas, and delivers."""
+
+    grads: BucketGrads
+    handle: Handle
+    out: torch.Tensor
+    layout: ReduceLayout
+    had: tuple[bool, ...]
+    all_reduce: bool
+
+    def wait(self) -> None:
+        """Wait, drop the result. After an exception peers may still read what this rank posted."""
+        self.handle.wait()
+
+    def finish(self, *, run_hooks: bool = True) -> None:
+        self.handle.wait()
+        state, out = self.grads.state, self.out
+        if state.mesh.replicate.size > 1:
+            if self.grads.replica is not None:
+                out.add_(self.grads.replica)
+                self.grads.replica = None
+            if not self.all_reduce:
+                self._keep_replica()
+                return
+            assert state.bucket is not None
+            state.transport.all_reduce(state.bucket, out).wait()
+        self._deliver(run_hooks)
+
+    def _keep_replica(self) -> None:
+        self.grads.replica = self.out
+        for i in self.layout.indices:
+            self.grads.state.params[i].mark_pending(self.grads.pending(i))
+
+    def _deliver(self, run_hooks: bool) -> None:
+        state, layout = self.grads.state, self.layout
+        rank = state.mesh.shard.rank
+        data = self.out[: layout.data_numel(rank)]
+        if data.dtype != state.layout.dtype:
+            data = data.to(state.layout.dtype)
+        if state.offload:
+            data = data.to("cpu")
+        for j, (i, at) in enumerate(zip(layout.indices, layout.offsets(rank), strict=True)):
+            param = state.params[i]
+            # The count is read only where this rank had no gradient, so the usual step never waits for the device.
+            if not self.had[j] and self.out[layout.counts_offset + j].item() == 0:
+                continue
+            p = param.layout
+            piece = data[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+            param.add_grad(piece, run_hooks=run_hooks)
+
+
+class ParamPending:
+    """What the `.grad` of one parameter stands for, beside the numbers in it: a partial sum, or one over shards only."""
+
+    def __init__(self, grads: BucketGrads, index: int, settle: Callable[[], None]) -> None:
+        self._grads = weakref.ref(grads)
+        self._index = index
+        self.settle = settle
+
+    def drop(self) -> None:
+        """Somebody cleared `.grad`: this goes with it."""
+        grads = self._grads()
+        if grads is None:
+            return
+        grads.state.params[self._index].forget_partial()
+        if grads.replica is not None:
+            grads.zero_replica(self._index)

@@ -1,0 +1,302 @@
+"""`FSDPModule`: what a module is after `fully_shard`, and the state that it carries.
+
+The class of the module is swapped for `FSDP<Name>`, a subclass of `FSDPModule` and of the original class, on that module
+only; names of modules and parameters do not change. `__call__` runs the forward through the engine; the rest are the
+methods that FSDP2 documents.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+
+from shardwise.engine import forward
+from shardwise.engine.context import Context
+from shardwise.engine.unit import Unit
+
+_STATE = "_shardwise_state"
+_CLASSES: dict[type, type] = {}
+
+
+class ModuleState:
+    """What one sharded module knows. Modules of one list share their unit."""
+
+    __slots__ = ("is_known", "recompute", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.recompute = False  # activation checkpointing inside the call
+        self.is_known = False  # a root has taken this module in
+
+
+class UnshardHandle:
+    """Returned by `unshard(async_op=True)`."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """The full parameters may be used from here on. Waiting twice is harmless."""
+        unit, self._unit = self._unit, None
+        if unit is not None:
+            unit.finish_user_unshard()
+
+
+class FSDPModule:
+    """Mixin of sharded modules; see the module docstring."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Building another one (slicing a Sequential does) gives a plain module of the original class."""
+        original = cls.__mro__[2]
+        self = original.__new__(original, *args, **kwargs)
+        self.__init__(*args, **kwargs)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        state: ModuleState = self.__dict__[_STATE]
+        if not state.is_known:
+            adopt(cast(nn.Module, self))
+        call = super().__call__  # type: ignore[misc]
+        return forward.run(state.unit, state.recompute, call, args, kwargs)
+
+    # -- full parameters -------------------------------------------------------------------------------------------
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's parameters and register them, until `reshard()` or the next forward and backward.
+
+        Args:
+            async_op: return a handle at once; its `wait()` must be called before the parameters are used.
+        """
+        adopt_if_new(self)
+        unit = unit_of(self)
+        unit.start_user_unshard()
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the gathered ones."""
+        unit_of(self).reshard()
+
+    # -- settings --------------------------------------------------------------------------------------------------
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for FSDP2's sake. Every backward ends with all its reductions delivered, so nothing depends on it."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False: gradients add up on this rank, unreduced, until a backward with True."""
+        for unit in units_in(self, recurse):
+            unit.requires_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False, on hybrid meshes: reduce over the shard axis only, and keep that sum for the next all-reduce."""
+        for unit in units_in(self, recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether gathered parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}")
+        for unit in units_in(self, recurse):
+            unit.root_rule = False
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether gathered parameters are freed after a backward."""
+        for unit in units_in(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Units whose gathers are issued while this module's forward runs."""
+        unit_of(self).forward_prefetch = [weakref.ref(u) for u in _units_of(modules)]
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Units whose gathers are issued while this module's backward runs."""
+        unit_of(self).backward_prefetch = [weakref.ref(u) for u in _units_of(modules)]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients of this module and all below by `factor` instead of by the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"the divide factor must be positive, found {factor}")
+        for unit in units_in(self):
+            unit.divide_by = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: the backward does not gather this module (its parameters are not needed for gradients)."""
+        unit_of(self).unshard_in_backward = unshard_in_backward
+
+    def reset_iter_state(self) -> None:
+        """Forget a pass that an exception ended. The next forward does the same by itself."""
+        unit_of(self).context.abandon()
+
+    # -- nn.Module -------------------------------------------------------------------------------------------------
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`to`, `to_empty`, `float`, ...: work on the shards, then pick up what they became."""
+        unit = unit_of(self)
+        unit.reshard()
+        out = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        unit.refresh()
+        return out
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        unit_of(self).reshard_for_state_dict()
+        super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        unit_of(self).reshard_for_state_dict()
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__}: a sharded module cannot be deep-copied; copy the module before fully_shard, or build "
+            "a second one, shard it, and load_state_dict from this one"
+        )
+
+
+# -- looking up ----------------------------------------------------------------------------------------------------
+def state_of(module: Any) -> ModuleState | None:
+    """The state of a sharded module, None for others."""
+    return module.__dict__.get(_STATE) if isinstance(module, nn.Module) else None
+
+
+def unit_of(module: Any) -> Unit:
+    """The unit of a sharded module."""
+    state = state_of(module)
+    if state is None:
+        raise ValueError(f"{type(module).__name__} is not sharded; call shardwise.fully_shard on it before")
+    return state.unit
+
+
+def units_in(module: Any, recurse: bool = True) -> list[Unit]:
+    """Units of a module and, with `recurse`, of all modules below it; each once, in module order."""
+    modules: Sequence[Any] = list(module.modules()) if recurse else [module]
+    found = {id(s.unit): s.unit for m in modules if (s := state_of(m)) is not None}
+    return list(found.values())
+
+
+def sharded_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleState]]:
+    """All sharded modules at and below `root`, with their names."""
+    for name, module in root.named_modules():
+        state = state_of(module)
+        if state is not None:
+            yield name, module, state
+
+
+def _units_of(modules: Any) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"prefetch: expected FSDPModules, found {type(module).__name__}; call fully_shard on it")
+    return [unit_of(m) for m in modules]
+
+
+# -- swapping, adopting --------------------------------------------------------------------------------------------
+def swap_class(module: nn.Module, state: ModuleState) -> None:
+    """Make `module` an `FSDP<Name>` that carries `state`."""
+    cls = type(module)
+    swapped = _CLASSES.get(cls)
+    if swapped is None:
+        swapped = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        _CLASSES[cls] = swapped
+    module.__class__ = swapped
+    module.__dict__[_STATE] = state
+
+
+def adopt_if_new(module: Any) -> None:
+    state = state_of(module)
+    if state is not None and not state.is_known:
+        adopt(module)
+
+
+def adopt(root: nn.Module) -> None:
+    """Take the units of all modules below `root` into one context, name them, and check the whole before it trains."""
+    root_state = state_of(root)
+    assert root_state is not None
+    context = Context()
+    context.log = root_state.unit.context.log
+    below = list(sharded_modules(root))
+    named: set[int] = set()
+    for name, module, state in below:
+        state.is_known = True
+        if state.unit.context.depth == 0 and state.unit.context.backward is None:
+            state.unit.refresh()
+        if id(state.unit) not in named:
+            named.add(id(state.unit))
+            state.unit.is_root = module is root
+            state.unit.name = name or "(root)"
+    context.take_in(list({id(s.unit): s.unit for _, _, s in below}.values()))
+    _name_parameters(root)
+    _check_materialized(root)
+    _check_owned(root, context)
+
+
+def _name_parameters(root: nn.Module) -> None:
+    names = {id(p): n for n, p in root.named_parameters()}
+    for unit in units_in(root):
+        for param in unit.params:
+            name = names.get(id(param.sharded))
+            if name is not None:
+                param.rename(name)
+
+
+def _check_materialized(root: nn.Module) -> None:
+    missing = [n for n, p in root.named_parameters() if p.is_meta]
+    if missing:
+        raise RuntimeError(
+            f"parameters are still on the meta device: {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}; "
+            "call shardwise.materialize(model, device=...), or model.to_empty(device=...) and initialise or load them, "
+            "before the first forward"
+        )
+
+
+def _check_owned(root: nn.Module, context: Context) -> None:
+    owned = {id(p.sharded) for u in context.units for p in u.params}
+    owned |= {id(p.full) for u in context.units for p in u.params}
+    ignored = {i for u in context.units for i in u.ignored}
+    stray = [n for n, p in root.named_parameters() if p.requires_grad and id(p) not in owned and id(p) not in ignored]
+    if stray:
+        raise RuntimeError(
+            f"trainable parameters that no unit owns: {', '.join(stray[:8])}{' ...' if len(stray) > 8 else ''}; their "
+            "gradients would not be averaged over the ranks. Call fully_shard on the module that holds them (new "
+            "adapters too), or pass them as ignored_params if you reduce their gradients yourself"
+        )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.method_name(...)` run like `forward`: parameters gathered before, released after.
+
+    Does nothing on modules that are not sharded, as in torch.
+
+    Args:
+        module: a sharded module.
+        method_name: one of its methods.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    method: Callable[..., Any] = getattr(module, method_name)
+    inner = getattr(method, "__func__", method)
+    ref = weakref.ref(cast(nn.Module, module))
+
+    @functools.wraps(inner)
+    def run_method(*args: Any, **kwargs: Any) -> Any:
+        self = ref()
+        assert self is not None
+        adopt_if_new(self)
+        bound = inner.__get__(self) if hasattr(method, "__func__") else inner
+        return forward.run(unit_of(self), False, bound, args, kwargs)
+
+    setattr(module, method_name, run_method)
+
+
+# Dynamo must not trace the engine: units compile by `module.compile()`, whose graph then holds the forward alone.
+forward.run = torch.compiler.disable(forward.run, recursive=False)  # type: ignore[assignment]

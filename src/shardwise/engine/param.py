@@ -1,0 +1,136 @@
+"""One parameter of a unit: the registered shard, the gathered form, the modules that hold it, its gradient.
+
+    sharded   nn.Parameter over ShardTensor, registered at rest; its local tensor is a view into the bucket's buffer
+    full      nn.Parameter over the bucket's gathered buffer, registered while the unit runs
+    partial   sum of gradients that were not reduced yet (accumulation without sync), full shape, reduce dtype
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch_compat import local_of, post_accumulate_hooks, spec_of, tensor_hooks
+from shardwise.engine.mesh import ShardMesh
+from shardwise.engine.shard_tensor import Mark, Pending, ShardTensor
+from shardwise.layout import ParamLayout
+
+Slot = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
+
+
+class ShardedParam:
+    """See the module docstring. `slots` has more than one entry for tied parameters."""
+
+    __slots__ = ("full", "layout", "mark", "mesh", "name", "partial", "partial_grad", "sharded", "slots")
+
+    def __init__(self, name: str, layout: ParamLayout, slots: list[Slot], mesh: ShardMesh, mark: Mark) -> None:
+        self.name = name
+        self.layout = layout
+        self.slots = slots
+        self.mesh = mesh
+        self.mark = mark
+        self.sharded: nn.Parameter = None  # type: ignore[assignment]  # set by make_sharded
+        self.full: nn.Parameter = None  # type: ignore[assignment]  # set by the bucket
+        self.partial: torch.Tensor | None = None
+        self.partial_grad: ShardTensor | None = None
+
+    # -- the registered shard --------------------------------------------------------------------------------------
+    def make_sharded(self, local: torch.Tensor, origin: torch.Tensor) -> None:
+        """A new registered parameter over `local`, with the attributes and hooks of the one it replaces."""
+        shape = torch.Size(self.layout.spec.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        placements = self.mesh.placements(self.layout.spec.shard_dim)
+        plain = DTensor.from_local(
+            local.detach(), self.mesh.mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        tensor = ShardTensor(local.detach(), spec_of(plain), mark=self.mark, name=self.name)
+        self.sharded = nn.Parameter(tensor, requires_grad=origin.requires_grad)
+        for key, value in vars(origin).items():
+            if not hasattr(self.sharded, key):
+                setattr(self.sharded, key, value)
+        if origin.requires_grad:
+            for hook in tensor_hooks(origin):
+                self.sharded.register_hook(hook)
+            for accumulate_hook in post_accumulate_hooks(origin):
+                self.sharded.register_post_accumulate_grad_hook(accumulate_hook)
+
+    def adopt_sharded(self, local: torch.Tensor, sharded: nn.Parameter) -> None:
+        """Point a parameter that optimizers hold at its new place in the buffer."""
+        tensor: Any = sharded
+        tensor._local_tensor = local.detach()
+        tensor._mark, tensor._param_name = self.mark, self.name
+        self.sharded = sharded
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part."""
+        return local_of(self.sharded)
+
+    def rename(self, name: str) -> None:
+        """The full name, once the root is known; for error texts."""
+        self.name = name
+        self.sharded._param_name = name  # type: ignore[attr-defined]
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+    def add_partial(self, grad: torch.Tensor, dtype: torch.dtype, pending: Pending) -> None:
+        """Accumulate without reducing. `.grad` becomes a tensor that knows of it, so clearing it clears this too."""
+        self.drop_cleared()
+        if self.partial is not None:
+            self.partial.add_(grad)
+            return
+        self.partial = grad if grad.dtype == dtype else grad.to(dtype)
+        self.mark_pending(pending)
+
+    def mark_pending(self, pending: Pending) -> None:
+        """`.grad` (made of zeros when there is none) stands for what is still to be reduced."""
+        grad = self.sharded.grad
+        if grad is None:
+            grad = ShardTensor(torch.zeros_like(self.local), spec_of(self.sharded), name=f"{self.name}.grad")
+            self.sharded.grad = grad
+        elif not isinstance(grad, ShardTensor):
+            grad = ShardTensor(local_of(grad), spec_of(grad), name=f"{self.name}.grad")
+            self.sharded.grad = grad
+        grad._pending = pending
+        self.partial_grad = grad
+
+    def drop_cleared(self) -> bool:
+        """Forget the partial gradient when `.grad` was set to None or replaced since. True when it was."""
+        stood_for = self.partial_grad
+        if stood_for is None or self.sharded.grad is stood_for:
+            return False
+        if stood_for._pending is not None:
+            stood_for._pending.drop()
+        self.forget_partial()
+        return True
+
+    def forget_partial(self) -> None:
+        self.partial = None
+        if self.partial_grad is not None:
+            self.partial_grad._pending = None
+            self.partial_grad = None
+
+    def add_grad(self, piece: torch.Tensor, *, run_hooks: bool = True) -> None:
+        """Add this rank's part of a reduced gradient to `.grad`, with the hooks that autograd would have run."""
+        self.forget_partial()
+        sharded = self.sharded
+        if run_hooks and sharded._backward_hooks:
+            piece = self._run_tensor_hooks(piece)
+        existing = sharded.grad
+        if existing is None:
+            sharded.grad = ShardTensor(piece, spec_of(sharded), name=f"{self.name}.grad")
+        else:
+            local_of(existing).add_(piece)  # type: ignore[arg-type]
+        if run_hooks and sharded._post_accumulate_grad_hooks:
+            for hook in post_accumulate_hooks(sharded):
+                hook(sharded)
+
+    def _run_tensor_hooks(self, piece: torch.Tensor) -> torch.Tensor:
+        grad: Any = ShardTensor(piece, spec_of(self.sharded), name=f"{self.name}.grad")
+        for hook in tensor_hooks(self.sharded):
+            replaced = hook(grad)
+            if replaced is not None:
+                grad = replaced
+        return local_of(grad) if isinstance(grad, DTensor) else grad

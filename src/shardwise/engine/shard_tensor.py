@@ -1,0 +1,336 @@
+"""`ShardTensor`: the DTensor that a sharded parameter, its gradient and its optimizer state are made of.
+
+It is a DTensor in every respect (placements, mesh, checkpointing) and closed under operations: what comes out of an
+operation on it is one again. On top of DTensor it
+
+  * counts writes to the unit's shards, so that a gathered copy that was kept is known to be stale (`Mark`);
+  * finishes partial results before a number leaves (`item`, `bool`, format), which DTensor gives out unreduced;
+  * draws random fills (`normal_`, `uniform_`, ...) as one process would, so the numbers do not depend on the world size;
+  * takes full plain tensors in `copy_`, so a plain state dict loads into a sharded model;
+  * serves norms and extrema of empty shards;
+  * runs element-wise (foreach, fused) operations on the local shards at once, past DTensor's dispatcher;
+  * settles a gradient that is still a sum on every rank (gradient accumulation without sync) when it is read.
+
+Writes that bypass dispatch (`to_local().data`, numpy) are not seen; `mark_dirty(model)` exists for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from shardwise._torch_compat import local_of, new_dtensor, spec_of
+from shardwise.engine import dispatch_rules as rules
+from shardwise.errors import EngineError
+
+
+class Mark:
+    """Shared by the parameters of a unit: how often their shards were written. One per parameter names it."""
+
+    __slots__ = ("count", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+
+
+class Pending(Protocol):
+    """What a gradient still lacks: `settle` reduces it over the ranks (a collective), `drop` forgets it."""
+
+    def settle(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class ShardTensor(DTensor):
+    """A DTensor with a write mark and, for gradients, a part that is not reduced yet. See the module docstring."""
+
+    _mark: Mark | None
+    _param_name: str
+    _pending: Pending | None
+    __slots__ = ["_mark", "_param_name", "_pending"]
+
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        spec: Any,
+        *,
+        requires_grad: bool = False,
+        mark: Mark | None = None,
+        name: str = "",
+    ) -> ShardTensor:
+        self = new_dtensor(cls, local, spec, requires_grad)
+        self._mark = mark
+        self._param_name = name
+        self._pending = None
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            done, result = special(func, args, kwargs)
+            if done:
+                return result
+        info = rules.op_info(func)
+        if info.writes_grads_away and _drop_pending(args):
+            pass
+        else:
+            _settle(args)
+        if info.elementwise and rules.same_layout(args, ShardTensor):
+            result = _run_local(func, info, args, kwargs)
+        else:
+            result = _run_dtensor(func, info, args, kwargs)
+        if info.writes:
+            _mark_written(info, args)
+        return result
+
+    # -- reading -------------------------------------------------------------------------------------------------
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        _settle((self,))
+        return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        _settle((self,))
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        _settle((self,))
+        return super().redistribute(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise EngineError(
+            f"{self._param_name or 'ShardTensor'}: numpy() of a sharded tensor would give this rank's part only; "
+            "use .full_tensor().numpy() (a collective), or .to_local().numpy() for the part"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        name = f"{self._param_name!r}, " if self._param_name else ""
+        return (
+            f"ShardTensor({name}shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.placements}, "
+            f"local={tuple(local_of(self).shape)} on {local_of(self).device})"
+        )
+
+    # -- copies --------------------------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        """A copy of the shard alone: the storage that it is a view of belongs to the whole bucket."""
+        if id(self) in memo:
+            return memo[id(self)]
+        _settle((self,))
+        copy = _detached_copy(local_of(self).detach().clone(), spec_of(self), self._param_name)
+        copy = _like_parameter(copy, self)
+        if self.grad is not None:
+            import copy as copies
+
+            copy.grad = copies.deepcopy(self.grad, memo)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        _settle((self,))
+        local = local_of(self).detach().clone()
+        is_param = getattr(self, "_is_param", False)
+        return _rebuild, (local, spec_of(self), self.requires_grad, is_param, self._param_name)
+
+
+def _rebuild(local: torch.Tensor, spec: Any, requires_grad: bool, is_param: bool, name: str) -> ShardTensor:
+    tensor = _detached_copy(local, spec, name)
+    if is_param:
+        return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
+    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+
+
+def _detached_copy(local: torch.Tensor, spec: Any, name: str) -> ShardTensor:
+    return ShardTensor(local, spec, name=name)
+
+
+def _like_parameter(copy: ShardTensor, source: ShardTensor) -> ShardTensor:
+    if getattr(source, "_is_param", False):
+        return torch.nn.Parameter(copy, source.requires_grad)  # type: ignore[return-value]
+    return copy.requires_grad_(source.requires_grad)  # type: ignore[return-value]
+
+
+# -- dispatch ----------------------------------------------------------------------------------------------------
+def _run_local(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
+    """Element-wise on equal layouts: the operation on the shards is the operation on the whole."""
+    out = func(*rules.map_tensors(args, _local_or_self), **rules.map_tensors(kwargs, _local_or_self))
+    if info.returns_nothing:
+        return None
+    if info.returns_written:
+        return args[0]
+    if isinstance(out, (list, tuple)):
+        return type(out)(
+            _wrap_like(o, like) for o, like in zip(out, args[0], strict=True)
+        )
+    return _wrap_like(out, rules.first_sharded(args, ShardTensor))
+
+
+def _local_or_self(t: torch.Tensor) -> torch.Tensor:
+    return local_of(t) if isinstance(t, DTensor) else t
+
+
+def _wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """`like`'s layout with the dtype of `local`."""
+    if not isinstance(like, DTensor):
+        return local
+    spec = spec_of(like)
+    if local.dtype != like.dtype:
+        spec = spec_of(
+            DTensor.from_local(
+                local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=like.stride()
+            )
+        )
+    return ShardTensor(local, spec)
+
+
+def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
+    originals: dict[int, ShardTensor] = {}
+    fill = rules.EMPTY_FILL.get(func)
+
+    def unwrap(t: torch.Tensor) -> torch.Tensor:
+        if type(t) is not ShardTensor:
+            return t
+        local = local_of(t)
+        if fill is not None and local.numel() == 0 and t.numel() > 0:
+            local = rules.neutral(local, fill)
+        plain = new_dtensor(DTensor, local, spec_of(t))
+        originals[id(plain)] = t
+        return plain
+
+    plain_args, plain_kwargs = rules.map_tensors(args, unwrap), rules.map_tensors(kwargs, unwrap)
+    try:
+        out = func(*plain_args, **plain_kwargs)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" in str(error):
+            raise EngineError(_mixed_text(func, originals)) from error
+        raise
+    source = args[0] if info.returns_view and args and type(args[0]) is ShardTensor else None
+
+    def wrap(t: torch.Tensor) -> torch.Tensor:
+        if not isinstance(t, DTensor):
+            return t
+        original = originals.get(id(t))
+        if original is not None:
+            return original
+        if source is not None:
+            return ShardTensor(local_of(t), spec_of(t), mark=source._mark, name=source._param_name)
+        return ShardTensor(local_of(t), spec_of(t))
+
+    return rules.map_tensors(out, wrap)
+
+
+def _mixed_text(func: Any, originals: dict[int, ShardTensor]) -> str:
+    names = sorted({t._param_name for t in originals.values() if t._param_name}) or ["a sharded tensor"]
+    return (
+        f"{', '.join(names)}: {func.name()} met a sharded parameter and a plain tensor. The parameter is sharded "
+        "because its unit is not running: call the module itself, register the method that you called with "
+        "shardwise.register_fsdp_forward_method(module, 'method'), or call module.unshard() before; to compute with "
+        "sharded tensors, make the other operand a DTensor too"
+    )
+
+
+def _mark_written(info: rules.OpInfo, args: Any) -> None:
+    for position in info.writes:
+        target = args[position] if position < len(args) else None
+        for t in target if isinstance(target, (list, tuple)) else (target,):
+            if type(t) is ShardTensor and t._mark is not None:
+                t._mark.count += 1
+
+
+def _sharded_in(args: Any) -> Iterator[ShardTensor]:
+    for arg in args:
+        if type(arg) is ShardTensor:
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if type(item) is ShardTensor:
+                    yield item
+
+
+def _settle(args: Any) -> None:
+    for t in _sharded_in(args):
+        if t._pending is not None:
+            t._pending.settle()
+
+
+def _drop_pending(args: Any) -> bool:
+    """For `zero_`: what was still to be reduced is forgotten with the rest. True when anything was."""
+    dropped = False
+    for t in _sharded_in(args):
+        if t._pending is not None:
+            t._pending.drop()
+            dropped = True
+    return dropped
+
+
+# -- operations with an answer of their own ------------------------------------------------------------------------
+Special = Callable[[Any, Any, Any], tuple[bool, Any]]
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    (t,) = args
+    _settle(args)
+    if any(not p.is_replicate() for p in t.placements):
+        t = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+    return True, func(local_of(t))
+
+
+def _random_fill(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Every rank draws the whole tensor and keeps its part: any world size draws the numbers of one process."""
+    target = args[0]
+    if type(target) is not ShardTensor or local_of(target).is_meta:
+        return False, None
+    local = local_of(target)
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+    func(whole, *args[1:], **kwargs)
+    _store(target, whole)
+    return True, target
+
+
+def _random_like(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    source = args[0]
+    if type(source) is not ShardTensor or local_of(source).is_meta:
+        return False, None
+    dtype = kwargs.get("dtype") or source.dtype
+    whole = torch.empty(source.shape, dtype=dtype, device=local_of(source).device)
+    whole = func(whole, *args[1:], **kwargs)
+    part = distribute_tensor(whole, source.device_mesh, source.placements, src_data_rank=None)
+    return True, ShardTensor(local_of(part), spec_of(part))
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`copy_` of a plain tensor of the full shape: every rank keeps its part."""
+    target, source = args[0], args[1]
+    if type(target) is not ShardTensor or isinstance(source, DTensor) or local_of(target).is_meta:
+        return False, None
+    if source.shape != target.shape:
+        source = source.expand(target.shape)
+    _store(target, source)
+    return True, target
+
+
+def _store(target: ShardTensor, whole: torch.Tensor) -> None:
+    if target._pending is not None:
+        target._pending.drop()
+    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+    local_of(target).copy_(local_of(part))
+    if target._mark is not None:
+        target._mark.count += 1
+
+
+_SPECIAL: dict[Any, Special] = {
+    torch.ops.aten._local_scalar_dense.default: _item,
+    torch.ops.aten.copy_.default: _copy,
+    **dict.fromkeys(rules.RANDOM_FILLS, _random_fill),
+    **dict.fromkeys(rules.RANDOM_LIKES, _random_like),
+}

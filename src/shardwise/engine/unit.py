@@ -1,0 +1,307 @@
+"""A unit: the parameters of one `fully_shard` call, and what happens to them in a step.
+
+    moment          full copy                                    registered   gradients
+    at rest         none (or kept, `Lifetime.CLEAN`)             shards       None or sharded
+    pre_forward     gathered, unless it is held and fresh        full
+    post_forward    released, unless the strategy keeps it       shards, or full when kept for the backward
+    pre_backward    gathered if it was released                  full         arrive one by one
+    complete                                                                  reduction issued
+    end             released                                     shards       delivered
+
+Who calls what when is decided in `context` (forward) and `backward`; here is only what one unit does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise._torch_compat import graph_task, in_functorch_transform
+from shardwise.comm.transport import DONE, Handle
+from shardwise.engine.bucket import BucketState
+from shardwise.engine.build import Found, Plan, build_buckets
+from shardwise.engine.gradients import BucketGrads, Reduction, mean_scale
+from shardwise.engine.param import ShardedParam
+from shardwise.engine.shard_tensor import Mark
+from shardwise.engine.streams import Streams
+from shardwise.engine.wire import Wire
+from shardwise.layout import Lifetime
+
+if TYPE_CHECKING:
+    from shardwise.engine.context import Context
+
+
+class Unit:
+    """See the module docstring. Settings that users change by method are plain attributes."""
+
+    def __init__(
+        self,
+        name: str,
+        found: list[Found],
+        plan: Plan,
+        streams: Streams,
+        num_modules: int,
+        ignored: frozenset[int],
+    ) -> None:
+        self.name = name
+        self.plan = plan
+        self.mesh = plan.mesh
+        self.transport = plan.transport
+        self.wire = Wire.of(plan.transport)
+        self.streams = streams
+        self.policy = plan.policy
+        self.strategy = strategy = plan.strategy
+        self.mark = Mark(name)
+        self.num_modules = num_modules
+        self.ignored = ignored
+        self._build(found)
+        self.context: Context  # set when a context takes the unit in
+
+        self.root_rule = False  # reshard_after_forward=None: kept after forward where the unit is the root's own
+        self.is_root = False
+        self.reshard_after_forward = strategy.lifetime is Lifetime.USE
+        self.reshard_after_backward = strategy.lifetime is not Lifetime.CLEAN
+        self.requires_sync = True
+        self.requires_all_reduce = True
+        self.unshard_in_backward = True
+        self.divide_by: float | None = None
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
+
+        self.is_held = False  # a gathered copy exists or is on its way
+        self.is_stale = False  # ... but somebody wrote to the shards since
+        self.gathered_at = -1
+        self.in_double_backward = False
+        self._handles: list[Handle] = []
+        self._event: Any = None
+        self._modules_run = 0
+
+    def _build(self, found: list[Found]) -> None:
+        self.buckets = build_buckets(self.name, found, self.plan, self.mark)
+        settle = weakref.WeakMethod(self.settle_partials)
+        self.grads = [BucketGrads(b, lambda: (call := settle()) and call()) for b in self.buckets]
+        self._grads_of = {id(b): g for b, g in zip(self.buckets, self.grads, strict=True)}
+        for bucket in self.buckets:
+            bucket.unit = weakref.ref(self)
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        return [p for b in self.buckets for p in b.params]
+
+    @property
+    def keeps_between_steps(self) -> bool:
+        return self.strategy.lifetime is Lifetime.CLEAN
+
+    @property
+    def has_frozen(self) -> bool:
+        return any(not p.full.requires_grad for b in self.buckets for p in b.params)
+
+    @property
+    def is_fresh(self) -> bool:
+        return not self.is_stale and self.gathered_at == self.mark.count
+
+    def refresh(self) -> None:
+        """Pick up parameters that were moved, cast or replaced since; does nothing when none was."""
+        if all(b.is_current() for b in self.buckets):
+            return
+        found = []
+        for param in self.params:
+            parameters, key = param.slots[0]
+            held = parameters[key]
+            current = param.sharded if held is param.full else held
+            found.append(Found(param.name, current, param.slots, param.layout.spec.shard_dim))
+        on_meta = {f.param.is_meta for f in found}
+        if len(on_meta) > 1:
+            return  # half of them are materialised; the other half follows
+        if self.is_held:
+            self.reshard()
+        self.mark.count += 1
+        self._build(found)
+
+    def materialize(self) -> None:
+        """Allocate shards for parameters on the meta device. What is in them is undefined until somebody fills them."""
+        for bucket in self.buckets:
+            if bucket.bucket is None:
+                bucket.allocate()
+                for i, param in enumerate(bucket.params):
+                    param.make_sharded(bucket.local_view(i), param.sharded)
+                bucket.register_sharded()
+                bucket.make_full()
+
+    # -- full copies -----------------------------------------------------------------------------------------------
+    def unshard(self) -> None:
+        """Issue the gather, unless a fresh copy is held. `wait_unshard` must follow before use.
+
+        A backward uses the copy that its forward used, also when the shards were written in between.
+        """
+        if self.is_held and (self.is_fresh or graph_task() is not None):
+            return
+        if self.is_held:
+            self.wait_unshard()
+        self.context.note("AG", self)
+        with self.streams.lane("gather"):
+            self._handles = [b.gather() for b in self.buckets]
+        self.is_held, self.is_stale = True, False
+        self.gathered_at = self.mark.count
+
+    def wait_unshard(self) -> None:
+        """From here on the compute stream may read the full parameters."""
+        if not self._handles:
+            return
+        with self.streams.lane("gather"):
+            for handle in self._handles:
+                if handle is not DONE:
+                    handle.wait()
+        self.streams.wait(self.streams.record("gather"))
+        self._handles = []
+
+    def use_full(self) -> None:
+        for bucket in self.buckets:
+            bucket.register_full()
+
+    def use_shards(self) -> None:
+        for bucket in self.buckets:
+            bucket.register_sharded()
+
+    def reshard(self) -> None:
+        """Register the shards and release the full copy."""
+        self.use_shards()
+        if not self.is_held:
+            return
+        self.wait_unshard()
+        for bucket in self.buckets:
+            bucket.release()
+        self.is_held = False
+        self.context.note("FR", self)
+
+    def reshard_for_state_dict(self) -> None:
+        """State dicts show shards, whatever is gathered."""
+        if not self.keeps_between_steps and self.wire.depth == 0:
+            self.reshard()
+
+    def start_user_unshard(self) -> None:
+        self.wire.enter("unshard", self.name)
+        self.unshard()
+        self.wire.leave("unshard", self.name)
+
+    def finish_user_unshard(self) -> None:
+        self.wait_unshard()
+        self.use_full()
+
+    # -- moments ---------------------------------------------------------------------------------------------------
+    def pre_forward(self) -> None:
+        if not all(b.is_registered() for b in self.buckets):
+            self.refresh()
+        for bucket in self.buckets:
+            bucket.watch_gradients(_arrived)
+        self.unshard()
+        self.wait_unshard()
+        self.use_full()
+        self._modules_run += 1
+
+    def post_forward(self, in_backward: bool) -> None:
+        """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
+        if in_backward:
+            self._modules_run = 0
+            return
+        if self._modules_run < self.num_modules and not self.context.is_outermost:
+            return  # the other modules of a list are still to come
+        self.rest_after_forward()
+
+    def rest_after_forward(self) -> None:
+        """The state between forward and backward."""
+        self._modules_run = 0
+        if in_functorch_transform():
+            return  # tangents and wrapped outputs, which no hook of ours can follow, may still need the full copy
+        if self.keeps_between_steps:
+            self.use_shards()
+        elif self.releases_after_forward() or not torch.is_grad_enabled():
+            self.reshard()
+
+    def releases_after_forward(self) -> bool:
+        if self.root_rule:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    def pre_backward(self) -> None:
+        if self.unshard_in_backward or self.is_held:
+            self.unshard()
+            self.wait_unshard()
+            self.use_full()
+
+    def rest_after_backward(self) -> None:
+        """The state after a backward."""
+        if self.in_double_backward:
+            return
+        if self.keeps_between_steps:
+            self.use_shards()
+        elif self.reshard_after_backward:
+            self.reshard()
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+    def arrived(self, bucket: BucketState, index: int) -> bool:
+        """A full gradient is in its accumulator. True when it was the unit's last."""
+        param = bucket.params[index]
+        grad, param.full.grad = param.full.grad, None
+        assert grad is not None
+        if torch.is_grad_enabled():
+            grad = grad.detach()
+        grads = self._grads_of[id(bucket)]
+        if not self.requires_sync:
+            grads.accumulate(index, grad)
+            return False
+        if grads.put(index, grad, self.scale(bucket)):
+            return all(g.layout is not None and g.num_arrived == len(g.layout.indices) for g in self.grads)
+        return False
+
+    def scale(self, bucket: BucketState) -> Any:
+        return mean_scale(self.mesh.world, bucket.layout.reduce_dtype, self.divide_by)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Gradients were put into a reduction that was not issued, or partial ones wait for a sync."""
+        return any(g.buffer is not None or g.has_partial for g in self.grads)
+
+    def issue_reductions(self) -> list[Reduction]:
+        """Reduce every trainable bucket."""
+        reductions = []
+        with self.streams.lane("reduce"):
+            for bucket, grads in zip(self.buckets, self.grads, strict=True):
+                if grads.trainable_layout().indices:
+                    reductions.append(grads.issue(self.scale(bucket), self.requires_all_reduce))
+        if reductions:
+            self.context.note("RS", self)
+        return reductions
+
+    def settle_partials(self) -> None:
+        """Reduce partial gradients now, because somebody reads them (clipping, a step inside `no_sync`)."""
+        self.wire.enter("settle", self.name)
+        with torch.no_grad():
+            reductions = []
+            for bucket, grads in zip(self.buckets, self.grads, strict=True):
+                if grads.has_partial:
+                    reductions.append(grads.issue(self.scale(bucket), True))
+            for reduction in reductions:
+                reduction.finish(run_hooks=False)
+        self.wire.leave("settle", self.name)
+
+    def abandon(self) -> None:
+        """An exception ended a pass: back to rest, without what it collected."""
+        for grads in self.grads:
+            grads.discard()
+        for param in self.params:
+            param.full.grad = None
+        self._modules_run = 0
+        self.in_double_backward = False
+        if self.keeps_between_steps:
+            self.use_shards()
+        else:
+            self.reshard()
+
+
+def _arrived(bucket: BucketState, index: int) -> None:
+    unit = bucket.unit()
+    if unit is not None:
+        unit.context.gradient_arrived(unit, bucket, index)

@@ -1,0 +1,55 @@
+"""A wire: one transport with the engine's phases on it.
+
+Control passes from the user to the engine and back many times a step; transports that read peers' memory must know when
+(DESIGN section 7). Phases nest (a unit inside the root's forward, a recomputed forward inside a backward), so a wire counts
+the depth and tells the transport about the outermost phase only. All units of a mesh share one wire.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from shardwise.comm.transport import Position, Transport
+
+_WIRES: weakref.WeakKeyDictionary[Transport, Wire] = weakref.WeakKeyDictionary()
+
+
+class Wire:
+    """Phases of one transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = weakref.ref(transport)
+        self.depth = 0
+        self.step = 0
+
+    @classmethod
+    def of(cls, transport: Transport) -> Wire:
+        """The wire of a transport; units of all models on one mesh meet here."""
+        wire = _WIRES.get(transport)
+        if wire is None:
+            wire = _WIRES[transport] = cls(transport)
+        return wire
+
+    @property
+    def transport(self) -> Transport:
+        transport = self._transport()
+        assert transport is not None, "units keep their transport alive"
+        return transport
+
+    def enter(self, phase: str, unit: str) -> None:
+        if self.depth == 0:
+            self.transport.enter(Position(self.step, phase, unit))
+        self.depth += 1
+
+    def leave(self, phase: str, unit: str) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            if phase == "backward":
+                self.step += 1
+            self.transport.leave(Position(self.step, phase, unit))
+
+    def abandon(self) -> None:
+        """An exception ended the phase, whatever its depth was."""
+        if self.depth:
+            self.depth = 0
+            self.transport.abandon()

@@ -1,0 +1,40 @@
+"""What the engine did, in order: the raw material of golden tests, metrics, the doctor and reports.
+
+An event is a code and the unit it concerns. `EventLog.text()` is the golden form, e.g. `AG layers.1 | F layers.0`.
+
+    EN, LV   control entered, left the engine (root forward, backward)      AG  gather issued      W   gather waited for
+    F        forward of a unit runs     B    backward of a unit begins      FR  full copy released
+    RS, AR   reduction issued, all-reduce over replicas issued              G   sharded gradients delivered
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    code: str
+    unit: str
+
+
+@dataclass(slots=True)
+class EventLog:
+    """Collects events while it is attached to a model's engine."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def add(self, code: str, unit: str) -> None:
+        self.events.append(Event(code, unit))
+
+    def clear(self) -> None:
+        self.events.clear()
+
+    def codes(self, *wanted: str) -> list[Event]:
+        """The events of these codes."""
+        return [e for e in self.events if e.code in wanted]
+
+    def text(self, *wanted: str) -> str:
+        """One line, for golden tests; all codes when none is named."""
+        events = self.codes(*wanted) if wanted else self.events
+        return " | ".join(f"{e.code} {e.unit}" for e in events)
