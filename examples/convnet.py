@@ -1,9 +1,10 @@
-"""A small ConvNet with BatchNorm on pictures that it draws itself: your own model and data in one job.
+"""A small ConvNet with BatchNorm on pictures that it draws itself: your own model and data in one
+job.
 
     shardwise train examples/convnet.toml
 
-`build` and `datasets` are the two functions that the configuration names. The model returns its own loss
-and one more number to log; the datasets are ordinary map-style ones.
+`build` and `datasets` are the two functions that the configuration names. The model returns its own
+loss and one more number to log; the datasets are ordinary map-style ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ SHAPES = ("disc", "square", "cross", "ring")
 
 
 class Shapes(Dataset[dict[str, Tensor]]):
-    """Grey pictures of one of four shapes, anywhere, in noise. Sample i is the same on every machine."""
+    """Grey pictures of one of four shapes, anywhere, in noise. Sample i is the same on every
+    machine."""
 
     def __init__(self, first: int, count: int) -> None:
         self._first, self._count = first, count

@@ -1,4 +1,5 @@
-"""Configuration: what is read, what is refused, and that each refusal is one line that says where."""
+"""Configuration: what is read, what is refused, and that each refusal is one line that says
+where."""
 
 import dataclasses
 
@@ -101,9 +102,15 @@ def test_ineffective_keys_are_refused_only_where_they_were_set():
         ("[train]\nsteps = 5\nstepz = 6\n", "job.toml:3: train.stepz: unknown key"),
         ('[data]\nsource = """\nstepz = 1\n"""\n[train]\nstepz = 1\n', "job.toml:6: train.stepz"),
         ("# note\n\ntrain.steps = 'x'\n", "job.toml:3: train.steps: expected a whole number"),
-        ("train = {steps = true}\n", "job.toml:1: train.steps: expected a whole number, found true"),
+        (
+            "train = {steps = true}\n",
+            "job.toml:1: train.steps: expected a whole number, found true",
+        ),
         ("[optim]\nbetas = [\n  0.9,\n  'x',\n]\n", "job.toml:2: optim.betas: expected a list"),
-        ("[run]\nseed = 1\n\n[trian]\nsteps = 1\n", "job.toml:4: [trian]: no such section; did you mean train?"),
+        (
+            "[run]\nseed = 1\n\n[trian]\nsteps = 1\n",
+            "job.toml:4: [trian]: no such section; did you mean train?",
+        ),
         ("steps = 5\n", "job.toml:1: steps: in no section; did you mean train.steps?"),
         ("[train]\nsteps = = 5\n", "job.toml: not valid TOML"),
     ],

@@ -1,5 +1,6 @@
 """Learning rate, parameter groups, metrics file, arguments: the small parts of a job."""
 
+import itertools
 import json
 
 import pytest
@@ -21,7 +22,7 @@ def test_learning_rate_warms_up_and_follows_the_cosine():
     assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert rates[59] == pytest.approx(0.55)  # half way down
     assert rates[-1] == pytest.approx(0.1)
-    assert all(a > b for a, b in zip(rates[9:], rates[10:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates[9:]))
 
 
 def test_constant_schedule_without_warm_up():

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwise.checkpoint import store
@@ -77,7 +78,7 @@ class CheckpointManager:
             dcp.save(state, storage_writer=writer, process_group=self._ranks.group)
             own = list(saving.glob(f"__{self._ranks.rank}_*.distcp"))
             entries = self._ranks.on_all(lambda: store.describe_files(own))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.directory}: "
                 f"{_root_cause(error)}; earlier checkpoints are untouched"
@@ -107,11 +108,13 @@ class CheckpointManager:
         same_world = checkpoint.world_size == self._ranks.world_size
         rng = self._empty_rng(saved) if same_world else {}
         state.update(rng)
-        dcp.load(
-            state,
-            storage_reader=dcp.FileSystemReader(checkpoint.path),
-            process_group=self._ranks.group,
-        )
+        reader = dcp.FileSystemReader(checkpoint.path)
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self._ranks.group)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"{checkpoint.path}: cannot be loaded: {_root_cause(error)}"
+            ) from error
         # DCP wrote into the local shards; the engine learns of it through the model's own load.
         names = [key for key in state if key.startswith("model.")]
         model.load_state_dict({name.removeprefix("model."): state[name] for name in names})

@@ -30,15 +30,20 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
     for key, text in world_problems(config, ranks.world_size):
         raise loaded.error(key, text)
     run_dir = RunDir(config)
-    ranks.on_rank0(run_dir.check)
-    ranks.on_rank0(run_dir.lock)
-    if done := ranks.on_rank0(lambda: finished(config)):
-        if ranks.rank == 0:
-            print(done, flush=True)
-        return
-    job, notes = _build(loaded, ranks, device, stop, run_dir)
-    job.console.say(_describe(job))
-    for note in notes:
+    try:
+        ranks.on_rank0(run_dir.check)
+        ranks.on_rank0(run_dir.lock)
+        if done := ranks.on_rank0(lambda: finished(config)):
+            if ranks.rank == 0:
+                print(done, flush=True)
+        else:
+            _run(*_build(loaded, ranks, device, stop, run_dir))
+    finally:
+        run_dir.unlock()
+
+
+def _run(job: Job, notes: list[str]) -> None:
+    for note in [_describe(job), *notes]:
         job.console.say(note)
     job.console.start(job.step)
     try:
@@ -47,7 +52,7 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
         job.console.stop()
         if job.metrics is not None:
             job.metrics.close()
-    job.console.say(f"{end} ({run_dir.path})")
+    job.console.say(f"{end} ({job.config.run.dir})")
 
 
 def _build(

@@ -44,7 +44,7 @@ class RunDir:
             )
 
     def lock(self, patience_s: float = 5.0) -> None:
-        """Keeps other jobs out until this process ends; a job that was just killed gets time to
+        """Keeps other jobs out until `unlock` or the end of this process; a job that was just killed gets time to
         die.
 
         The directory itself is locked, so that a refused job leaves no file behind. File systems
@@ -66,6 +66,11 @@ class RunDir:
                 time.sleep(0.1)
             except OSError:
                 return
+
+    def unlock(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def create(self) -> None:
         try:
