@@ -1,6 +1,7 @@
 """shardwise: a fully sharded data parallel engine for PyTorch, with tools to plan and check runs.
 
-What is listed here is public. Names are imported at first use, so that `shardwise --help` does not wait for torch.
+What is listed here is public. Names are imported at first use, so that `shardwise --help` does not
+wait for torch.
 """
 
 from __future__ import annotations

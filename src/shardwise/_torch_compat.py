@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-# The id of the graph task that runs on this thread: tells "inside a backward" and which one. No public API says so.
+# The id of the graph task that runs on this thread: tells "inside a backward" and which one. No
+# public API says so.
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -24,7 +25,8 @@ def graph_task() -> int | None:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the running backward has executed all its nodes.
 
-    The public hooks fire per tensor or per node; only the engine's own callback fires once, at the very end.
+    The public hooks fire per tensor or per node; only the engine's own callback fires once, at the
+    very end.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -32,18 +34,23 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
     """Set version counters, which autograd compares when it unpacks saved tensors.
 
-    `torch.autograd._unsafe_preserve_version_counter` is built on the same call, but only restores what it found.
+    `torch.autograd._unsafe_preserve_version_counter` is built on the same call, but only restores
+    what it found.
     """
     torch._C._autograd._unsafe_set_version_counter(tensors, versions)
 
 
 def in_functorch_transform() -> bool:
-    """True inside vmap, grad, jvp, ...: outputs are then wrapped, and tensor hooks do not reach the plain tensors."""
+    """True inside vmap, grad, jvp, ...: outputs are then wrapped, and tensor hooks do not reach
+    the plain tensors.
+    """
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def spec_of(tensor: DTensor) -> Any:
-    """The `DTensorSpec` of a DTensor. Passing it on makes a new DTensor in 3 us; `from_local` takes 22 us."""
+    """The `DTensorSpec` of a DTensor. Passing it on makes a new DTensor in 3 us; `from_local`
+    takes 22 us.
+    """
     return tensor._spec
 
 
@@ -52,18 +59,24 @@ def local_of(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def new_dtensor(cls: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
+def new_dtensor(
+    cls: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False
+) -> Any:
     """A DTensor (or subclass) over `local`, without checks and communication."""
     return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
 def is_swapped_forward(module: torch.nn.Module) -> bool:
-    """True when `module.compile()` was called: the compiled call replaces `_call_impl`, hooks included."""
+    """True when `module.compile()` was called: the compiled call replaces `_call_impl`, hooks
+    included.
+    """
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
-    """The hooks that `register_post_accumulate_grad_hook` stored, which the engine runs for sharded parameters."""
+    """The hooks that `register_post_accumulate_grad_hook` stored, which the engine runs for
+    sharded parameters.
+    """
     return tuple((tensor._post_accumulate_grad_hooks or {}).values())
 
 
@@ -73,6 +86,8 @@ def tensor_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], torc
 
 
 def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many tensors by one call, which costs the host 0.5 us for each; a loop over `copy_` costs 2 to 3 us."""
+    """Copy many tensors by one call, which costs the host 0.5 us for each; a loop over `copy_`
+    costs 2 to 3 us.
+    """
     if destinations:
         torch._foreach_copy_(destinations, sources)

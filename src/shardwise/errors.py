@@ -1,6 +1,7 @@
 """Errors that shardwise raises on purpose: one base class, one class for each kind of remedy.
 
-A message says what was expected, what was found, where (parameter, unit, axis, rank) and what to do.
+A message says what was expected, what was found, where (parameter, unit, axis, rank) and what to
+do.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
 """What the engine did, in order: the raw material of golden tests, metrics, the doctor and reports.
 
-An event is a code and the unit it concerns. `EventLog.text()` is the golden form, e.g. `AG layers.1 | F layers.0`.
+An event is a code and the unit it concerns. `EventLog.text()` is the golden form, e.g. `AG
+layers.1 | F layers.0`.
 
-    EN, LV   control entered, left the engine (root forward, backward)      AG  gather issued      W   gather waited for
+    EN, LV   control entered, left the engine (root forward, backward)      AG  gather issued
+                                                                                W   gather waited
+                                                                                    for
     F        forward of a unit runs     B    backward of a unit begins      FR  full copy released
-    RS, AR   reduction issued, all-reduce over replicas issued              G   sharded gradients delivered
+    RS, AR   reduction issued, all-reduce over replicas issued              G   sharded gradients
+                                                                                delivered
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`fully_shard`: shard a module's parameters in place.
 
-Names, defaults and meaning of torch's `fully_shard` (torch.distributed.fsdp, FSDP2), plus `strategy` and `transport`.
+Names, defaults and meaning of torch's `fully_shard` (torch.distributed.fsdp, FSDP2), plus
+`strategy` and `transport`.
 """
 
 from __future__ import annotations
@@ -42,14 +43,15 @@ def fully_shard(
     Args:
         module: a module, or a list of modules whose parameters are to be gathered together.
         mesh: 1 dim (shard) or 2 dims (replicate, shard); all ranks in one dim by default.
-        reshard_after_forward: True frees gathered parameters after forward; False keeps them until the backward; an int
-            keeps shards over that many ranks; None is True, except for the root's own unit, which is kept.
+        reshard_after_forward: True frees gathered parameters after forward; False keeps them until
+            the backward; an int keeps shards over that many ranks; None is True, except for the
+            root's own unit, which is kept.
         shard_placement_fn: gives the `Shard(dim)` of a parameter, or None for `Shard(0)`.
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps shards and sharded gradients in host memory.
         ignored_params: parameters to leave alone; their gradients are yours to reduce.
-        strategy: "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard" (aliases "zero3", ...).
-            Excludes `reshard_after_forward`.
+        strategy: "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"
+            (aliases "zero3", ...). Excludes `reshard_after_forward`.
         transport: "auto", "c10d", "shared_memory", or an object that implements `Transport`.
 
     Returns:
@@ -64,7 +66,9 @@ def fully_shard(
     shard_mesh = resolve_mesh(mesh, chosen)
     plan = Plan(
         mesh=shard_mesh,
-        transport=open_transport(transport, shard_mesh.shard, shard_mesh.replicate, shard_mesh.device),
+        transport=open_transport(
+            transport, shard_mesh.shard, shard_mesh.replicate, shard_mesh.device
+        ),
         policy=_policy(mp_policy),
         strategy=chosen,
         offload=hasattr(offload_policy, "pin_memory"),
@@ -74,7 +78,9 @@ def fully_shard(
     name = type(modules[0]).__name__
     unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
     move_buffers(modules, shard_mesh.device, _is_sharded)
-    unit.root_rule = strategy is None and reshard_after_forward is None and chosen.lifetime is Lifetime.USE
+    unit.root_rule = (
+        strategy is None and reshard_after_forward is None and chosen.lifetime is Lifetime.USE
+    )
     Context().take_in([unit])
     for m in modules:
         swap_class(m, ModuleState(unit))
@@ -87,10 +93,13 @@ def _checked_modules(module: Any) -> list[nn.Module]:
         raise ValueError("fully_shard: expected a module or a list of modules, found an empty list")
     for m in modules:
         if not isinstance(m, nn.Module):
-            raise ValueError(f"fully_shard: expected a module or a list of modules, found {type(m).__name__}")
+            raise ValueError(
+                f"fully_shard: expected a module or a list of modules, found {type(m).__name__}"
+            )
         if isinstance(m, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"fully_shard does not support containers that do not implement forward: {type(m).__name__}; shard its "
+                f"fully_shard does not support containers that do not implement forward: "
+                f"{type(m).__name__}; shard its "
                 "entries, or pass list(module) to make them one unit"
             )
         if isinstance(m, FSDPModule):
@@ -110,10 +119,14 @@ def _policy(policy: Any) -> MixedPrecisionPolicy:
             policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
         )
     except AttributeError:
-        raise ValueError(f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__}") from None
+        raise ValueError(
+            f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__}"
+        ) from None
 
 
-def _placement_reader(fn: Callable[[nn.Parameter], Any] | None) -> Callable[[str, nn.Parameter], int]:
+def _placement_reader(
+    fn: Callable[[nn.Parameter], Any] | None,
+) -> Callable[[str, nn.Parameter], int]:
     """The dim along which a parameter is cut."""
 
     def shard_dim(name: str, param: nn.Parameter) -> int:
@@ -121,11 +134,14 @@ def _placement_reader(fn: Callable[[nn.Parameter], Any] | None) -> Callable[[str
         if placement is None:
             return 0
         if not isinstance(placement, Shard):
-            raise ValueError(f"{name}: shard_placement_fn must return Shard(dim) or None, found {placement!r}")
+            raise ValueError(
+                f"{name}: shard_placement_fn must return Shard(dim) or None, found {placement!r}"
+            )
         dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
         if not 0 <= dim < max(param.ndim, 1):
             raise AssertionError(
-                f"Shard dim {placement.dim} is invalid for {param.ndim}D tensor {name} of shape {tuple(param.shape)}"
+                f"Shard dim {placement.dim} is invalid for {param.ndim}D tensor {name} of shape "
+                f"{tuple(param.shape)}"
             )
         return dim
 

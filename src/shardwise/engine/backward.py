@@ -1,10 +1,11 @@
 """One backward: from the first hook that fires to autograd's final callback.
 
-Signs of it, in any order: the gradient of a unit's output is there (`pre_backward`), a full gradient is in its accumulator
-(`gradient_arrived`), a forward runs again (activation checkpointing). Reduction of a unit is issued when its last gradient
-has arrived and all units behind it in the forward order have issued theirs; what is incomplete then (parameters that the
-loss did not reach) is flushed at the end. Release of a unit waits for the next `pre_backward`: the gradient of the
-next unit's output is complete only when everything inside this unit has run.
+Signs of it, in any order: the gradient of a unit's output is there (`pre_backward`), a full
+gradient is in its accumulator (`gradient_arrived`), a forward runs again (activation
+checkpointing). Reduction of a unit is issued when its last gradient has arrived and all units
+behind it in the forward order have issued theirs; what is incomplete then (parameters that the
+loss did not reach) is flushed at the end. Release of a unit waits for the next `pre_backward`: the
+gradient of the next unit's output is complete only when everything inside this unit has run.
 """
 
 from __future__ import annotations
@@ -41,16 +42,414 @@ class BackwardPass:
         self._in_flight: deque[Reduction] = deque()
 
     def watch_end(self) -> None:
-        """Ask for the final callback, once for each graph task (reentrant checkpointing nests them)."""
+        """Ask for the final callback, once for each graph task (reentrant checkpointing nests
+        them).
+        """
         task = graph_task()
         if task is not None and task not in self._watched:
             self._watched.add(task)
             at_end_of_backward(lambda: self._end(task))
 
-    # -- moments ---------------------------------------------------------------------------------------------------
+    # -- moments
+    #
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+    ---------------------------------------------------------------------------------------------------
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of an output of `unit` is complete."""
-        if torch.is_grad_enabled():  # create_graph: the graph under construction saves the full parameters
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph: the graph under construction saves the full parameters
             unit.in_double_backward = self._creates_graph = True
         if unit not in self._touched:
             self._touched[unit] = None
@@ -160,7 +559,9 @@ class BackwardPass:
         """The step's ledger: whatever was collected has been reduced, whatever was gathered has been released."""
         for unit in self._touched:
             if unit.requires_sync and any(g.buffer is not None for g in unit.grads):
-                raise EngineError(f"{unit.name}: gradients were collected but not reduced; please report this")
+                raise EngineError(
+                    f"{unit.name}: gradients were collected but not reduced; please report this"
+                )
 
     def abandon(self) -> None:
         """An exception ended the backward: finish what peers may be reading, drop the results."""

@@ -1,12 +1,15 @@
-"""A bucket at run time: the shard buffer, the gathered buffer over one resizable storage, and the registered parameters.
+"""A bucket at run time: the shard buffer, the gathered buffer over one resizable storage, and the
+registered parameters.
 
-Gathering writes through `out`, one flat tensor over the storage; every full parameter is a tensor of its own over the same
-storage, so its version counter is its own and autograd's saved tensors stay valid while the storage is emptied and filled
-again. A released parameter must never be read: some kernels crash on it. So the version counters move with the state,
+Gathering writes through `out`, one flat tensor over the storage; every full parameter is a tensor
+of its own over the same storage, so its version counter is its own and autograd's saved tensors
+stay valid while the storage is emptied and filled again. A released parameter must never be read:
+some kernels crash on it. So the version counters move with the state,
 
     gathered: base + 2 * writes        released: base + 2 * writes + 1
 
-and autograd refuses, with a Python error, to unpack a parameter that is released now, or that was written since.
+and autograd refuses, with a Python error, to unpack a parameter that is released now, or that was
+written since.
 """
 
 from __future__ import annotations
@@ -51,7 +54,402 @@ class BucketState:
         self.aliases = layout.world == 1 and not layout.needs_cast and not self.offload
         self._hooked: set[int] = set()
 
-    # -- making ----------------------------------------------------------------------------------------------------
+    # -- making
+    #
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+    ----------------------------------------------------------------------------------------------------
     def allocate(self) -> None:
         """Allocate the shard buffer, in memory that the transport can work with."""
         device = torch.device("cpu") if self.offload else self.mesh.device
@@ -73,16 +471,26 @@ class BucketState:
         layout, device = self.layout, self.mesh.device
         if self.aliases:
             assert self.bucket is not None
-            self.storage, start = self.bucket.buffer.untyped_storage(), self.bucket.buffer.storage_offset()
+            self.storage, start = (
+                self.bucket.buffer.untyped_storage(),
+                self.bucket.buffer.storage_offset(),
+            )
         else:
-            self.storage = torch.empty(layout.full_bytes, dtype=torch.uint8, device=device).untyped_storage()
+            self.storage = torch.empty(
+                layout.full_bytes, dtype=torch.uint8, device=device
+            ).untyped_storage()
             start = 0
         empty = torch.empty(0, dtype=layout.gather_dtype, device=device)
         self.out = empty.set_(self.storage, start, (layout.full_numel,), (1,))
         for p, param in zip(layout.params, self.params, strict=True):
             full = torch.empty(0, dtype=layout.gather_dtype, device=device)
             shape = torch.Size(p.spec.shape)
-            full.set_(self.storage, start + p.full_offset, shape, torch.empty(shape, device="meta").stride())
+            full.set_(
+                self.storage,
+                start + p.full_offset,
+                shape,
+                torch.empty(shape, device="meta").stride(),
+            )
             param.full = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
         self._fulls = tuple(param.full for param in self.params)
         self._hooked.clear()
@@ -97,7 +505,9 @@ class BucketState:
             if param.full.requires_grad != param.sharded.requires_grad:
                 param.full.requires_grad_(param.sharded.requires_grad)
             if param.full.requires_grad and i not in self._hooked:
-                param.full.register_post_accumulate_grad_hook(_arrival_hook(weakref.ref(self), i, arrived))
+                param.full.register_post_accumulate_grad_hook(
+                    _arrival_hook(weakref.ref(self), i, arrived)
+                )
                 self._hooked.add(i)
 
     # -- moving ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Building a unit: which parameters it manages, their layout, and moving them into their shard buffer.
+"""Building a unit: which parameters it manages, their layout, and moving them into their shard
+buffer.
 
-The same path serves the first time and every later one (`to`, `to_empty`, `load_state_dict(assign=True)`, parameters set
-anew): what the modules hold is laid out and moved, whether it is a plain tensor, a shard, or on the meta device.
+The same path serves the first time and every later one (`to`, `to_empty`,
+`load_state_dict(assign=True)`, parameters set anew): what the modules hold is laid out and moved,
+whether it is a plain tensor, a shard, or on the meta device.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from shardwise.layout import MixedPrecisionPolicy, ParamSpec, Strategy, layout_u
 
 @dataclass(slots=True)
 class Found:
-    """A parameter to manage: its name, what the modules hold now, where they hold it, along which dim it is cut."""
+    """A parameter to manage: its name, what the modules hold now, where they hold it, along which
+    dim it is cut.
+    """
 
     name: str
     param: nn.Parameter
@@ -59,7 +63,9 @@ def find_params(
                     continue
                 if id(param) not in found:
                     _check_param(f"{name}{key}", param)
-                    found[id(param)] = Found(f"{name}{key}", param, [], shard_dim_of(f"{name}{key}", param))
+                    found[id(param)] = Found(
+                        f"{name}{key}", param, [], shard_dim_of(f"{name}{key}", param)
+                    )
                 slots = found[id(param)].slots
                 if all(s[0] is not owner._parameters or s[1] != key for s in slots):
                     slots.append((owner._parameters, key))
@@ -79,7 +85,8 @@ def own_modules(
 def _check_param(name: str, param: nn.Parameter) -> None:
     if isinstance(param, DTensor):
         raise NotImplementedError(
-            f"{name}: is a DTensor over {param.device_mesh} already; shard the plain model with fully_shard "
+            f"{name}: is a DTensor over {param.device_mesh} already; shard the plain model with "
+            f"fully_shard "
             "before other parallelisms are applied, or leave it out with ignored_params"
         )
     if param.ndim == 0:
@@ -92,7 +99,8 @@ def _check_param(name: str, param: nn.Parameter) -> None:
 def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
     """Lay out, allocate, move, register."""
     specs = [
-        ParamSpec(f.name, tuple(f.param.shape), f.param.dtype, f.param.requires_grad, f.shard_dim) for f in found
+        ParamSpec(f.name, tuple(f.param.shape), f.param.dtype, f.param.requires_grad, f.shard_dim)
+        for f in found
     ]
     mesh = plan.mesh
     layout = layout_unit(
@@ -119,7 +127,9 @@ def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) ->
 
 
 def fill_bucket(bucket: BucketState, origins: list[nn.Parameter]) -> None:
-    """Copy this rank's parts into the shard buffer and register parameters over it. Meta stays meta."""
+    """Copy this rank's parts into the shard buffer and register parameters over it. Meta stays
+    meta.
+    """
     is_meta = any(o.is_meta for o in origins)
     if not is_meta:
         bucket.allocate()
@@ -145,8 +155,10 @@ def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tens
         local = local_of(origin)
         if tuple(local.shape) != p.shard_shape(rank):
             raise ValueError(
-                f"{param.name}: replaced by a DTensor with placements {origin.placements} and a local part of shape "
-                f"{tuple(local.shape)}, expected {p.shard_shape(rank)}; distribute it like the one it replaces"
+                f"{param.name}: replaced by a DTensor with placements {origin.placements} and a "
+                f"local part of shape "
+                f"{tuple(local.shape)}, expected {p.shard_shape(rank)}; distribute it like the "
+                f"one it replaces"
             )
         return local.detach()
     return origin.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
@@ -154,7 +166,11 @@ def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tens
 
 def _register(param: ShardedParam, local: torch.Tensor, origin: nn.Parameter) -> None:
     """Keep the parameter object when it is one of ours: optimizers hold it."""
-    if type(origin) is ShardTensor and origin.device.type == local.device.type and not local.is_meta:
+    if (
+        type(origin) is ShardTensor
+        and origin.device.type == local.device.type
+        and not local.is_meta
+    ):
         param.adopt_sharded(local, origin)
     else:
         param.make_sharded(local, origin)

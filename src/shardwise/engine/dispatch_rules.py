@@ -1,5 +1,5 @@
-"""Facts about operators that `ShardTensor` needs, read from their schemas once: what they write, return, and whether they
-work element by element (then they may run on the shards directly).
+"""Facts about operators that `ShardTensor` needs, read from their schemas once: what they write,
+return, and whether they work element by element (then they may run on the shards directly).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import local_of
-
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """`writes`: positions of arguments that are written. `returns_written`: it gives back its first argument."""
+    """`writes`: positions of arguments that are written. `returns_written`: it gives back its
+    first argument.
+    """
 
     writes: tuple[int, ...]
     returns_written: bool
@@ -30,7 +30,8 @@ class OpInfo:
 
 # Base names of operators whose result at an element depends on that element of each operand alone.
 _ELEMENTWISE = frozenset(
-    "abs add addcdiv addcmul clamp clamp_max clamp_min copy div exp lerp log maximum minimum mul neg pow reciprocal "
+    "abs add addcdiv addcmul clamp clamp_max clamp_min copy div exp lerp log maximum minimum mul "
+    "neg pow reciprocal "
     "rsqrt sign sqrt sub zero fill".split()
 )
 _FUSED = frozenset({"_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"})
@@ -48,7 +49,9 @@ def op_info(func: Any) -> OpInfo:
 def _read(func: Any) -> OpInfo:
     schema = func._schema
     writes = tuple(
-        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+        i
+        for i, a in enumerate(schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
     )
     views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     name = func._opname
@@ -66,14 +69,17 @@ def _read(func: Any) -> OpInfo:
 
 
 def same_layout(args: Any, cls: type) -> bool:
-    """True when all sharded operands lie alike, so that equal positions of the shards are equal positions of the whole.
+    """True when all sharded operands lie alike, so that equal positions of the shards are equal
+    positions of the whole.
 
-    Lists are compared entry by entry (foreach): entry i of every list must lie like entry i of the first, or be plain in
-    all of them. Plain operands must be scalars (0-dim).
+    Lists are compared entry by entry (foreach): entry i of every list must lie like entry i of the
+    first, or be plain in all of them. Plain operands must be scalars (0-dim).
     """
     first = args[0]
     if isinstance(first, (list, tuple)):
-        lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+        lists = [
+            a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
+        ]
         singles = [a for a in args[1:] if isinstance(a, torch.Tensor)]
         return all(s.ndim == 0 and not isinstance(s, DTensor) for s in singles) and all(
             _alike(entry) for entry in zip(*lists, strict=False)
@@ -104,7 +110,9 @@ def first_sharded(args: Any, cls: type) -> Any:
 
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`fn` on the tensors of operator arguments: tuples, lists and dicts of them, not deeper than operators nest."""
+    """`fn` on the tensors of operator arguments: tuples, lists and dicts of them, not deeper than
+    operators nest.
+    """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, (list, tuple)):
@@ -114,8 +122,10 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tree
 
 
-# -- empty shards ------------------------------------------------------------------------------------------------
-# Reductions that fail, or have no neutral answer, on a shard without elements: one neutral element stands in for it.
+# -- empty shards
+# ------------------------------------------------------------------------------------------------
+# Reductions that fail, or have no neutral answer, on a shard without elements: one neutral element
+# stands in for it.
 EMPTY_FILL: dict[Any, float] = {
     aten.linalg_vector_norm.default: 0.0,
     aten.norm.Scalar: 0.0,
@@ -136,7 +146,8 @@ def neutral(local: torch.Tensor, fill: float) -> torch.Tensor:
     return local.new_full([1] * max(local.ndim, 1), value)
 
 
-# -- randomness --------------------------------------------------------------------------------------------------
+# -- randomness
+# --------------------------------------------------------------------------------------------------
 RANDOM_FILLS = (
     aten.normal_.default,
     aten.uniform_.default,

@@ -1,7 +1,8 @@
 """One call of a sharded module: gather, cast, run, hook the outputs, release.
 
-The class swap (`module`) routes `__call__` through `run`, so that gathering comes before the user's own pre-forward hooks and
-releasing behind their forward hooks, `module.compile()` compiles the forward alone, and an exception passes through here.
+The class swap (`module`) routes `__call__` through `run`, so that gathering comes before the
+user's own pre-forward hooks and releasing behind their forward hooks, `module.compile()` compiles
+the forward alone, and an exception passes through here.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def _prepare_inputs(unit: Unit, outermost: bool, args: Any, kwargs: Any) -> tupl
 
 
 def _watch_inputs(context: Context, unit: Unit, args: Any, kwargs: Any) -> None:
-    """Release when the gradient of the input is complete; with several inputs only the end of the backward is sure."""
+    """Release when the gradient of the input is complete; with several inputs only the end of the
+    backward is sure.
+    """
     if not torch.is_grad_enabled():
         return
     inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]

@@ -23,7 +23,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     units = units_in(model)
     if not units:
-        raise ValueError(f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before")
+        raise ValueError(
+            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
+        )
     before = [unit.requires_sync for unit in units]
     for unit in units:
         unit.requires_sync = False
@@ -35,7 +37,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def mark_dirty(model: nn.Module) -> None:
-    """Tell the engine that shards were written behind its back (through numpy, or `.to_local().data`).
+    """Tell the engine that shards were written behind its back (through numpy, or
+    `.to_local().data`).
 
     Writes by torch operations on the parameters are seen without it.
     """
@@ -50,15 +53,18 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients so that their global norm is at most `max_norm`; any mix of sharded and plain parameters.
+    """Scale gradients so that their global norm is at most `max_norm`; any mix of sharded and
+    plain parameters.
 
-    Plain gradients count once (every rank is expected to hold the same). One small all-reduce per mesh axis that shards.
+    Plain gradients count once (every rank is expected to hold the same). One small all-reduce per
+    mesh axis that shards.
 
     Args:
         parameters: parameters, or one; those without a gradient are passed over.
         max_norm: upper bound of the norm.
         norm_type: p of the p-norm, positive; `inf` for the largest absolute entry.
-        error_if_nonfinite: raise RuntimeError when the norm is nan or inf, on all ranks, before anything is scaled.
+        error_if_nonfinite: raise RuntimeError when the norm is nan or inf, on all ranks, before
+            anything is scaled.
 
     Returns:
         The norm before clipping: a plain 0-dim float32 tensor, the same on all ranks.
@@ -74,7 +80,9 @@ def clip_grad_norm_(
     groups = _by_layout(grads)
     total = _total_norm(groups, norm_type)
     if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(f"the gradient norm of order {norm_type} is {total.item()}; no gradient was scaled")
+        raise RuntimeError(
+            f"the gradient norm of order {norm_type} is {total.item()}; no gradient was scaled"
+        )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for locals_ in groups.values():
         for device in {t.device for t in locals_}:
@@ -94,7 +102,9 @@ def _by_layout(grads: list[torch.Tensor]) -> dict[Layout, list[torch.Tensor]]:
             local = grad.to_local()
             dims = tuple(i for i, p in enumerate(grad.placements) if p.is_shard())
             if any(p.is_partial() for p in grad.placements):
-                raise ValueError("clip_grad_norm_: a gradient is a partial sum; redistribute it before")
+                raise ValueError(
+                    "clip_grad_norm_: a gradient is a partial sum; redistribute it before"
+                )
             groups.setdefault((grad.device_mesh, dims), []).append(local)
         else:
             groups.setdefault(None, []).append(grad)
@@ -122,13 +132,19 @@ def _device_of(mesh: DeviceMesh, local: torch.Tensor) -> torch.device:
     """Collectives run where the mesh is, also when gradients are offloaded."""
     if local.device.type == mesh.device_type:
         return local.device
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
 
 
-def _local_power(locals_: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _local_power(
+    locals_: list[torch.Tensor], norm_type: float, device: torch.device
+) -> torch.Tensor:
     """Sum of |x|^p over this rank's parts (the largest |x| for inf), in float32."""
     filled = [t for t in locals_ if t.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch.stack([n.to(device=device, dtype=torch.float32) for n in torch._foreach_norm(filled, norm_type)])
+    norms = torch.stack(
+        [n.to(device=device, dtype=torch.float32) for n in torch._foreach_norm(filled, norm_type)]
+    )
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

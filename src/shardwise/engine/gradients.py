@@ -1,10 +1,12 @@
 """Gradients of one bucket: from autograd's accumulator to the sharded `.grad`.
 
-    arrival     a full gradient leaves the full parameter for the reduction's buffer at once
-    complete    all trainable parameters have arrived: the reduction may be issued
-    deliver     this rank's part of the sum is added to `.grad`; a parameter without a gradient on any rank stays None
-    partial     without sync a full gradient is added up on this rank instead; `.grad` then stands for it (`Pending`)
-    replica     without all-reduce the sum over the shard axis is kept, and joins the next all-reduce
+arrival     a full gradient leaves the full parameter for the reduction's buffer at once
+complete    all trainable parameters have arrived: the reduction may be issued
+deliver     this rank's part of the sum is added to `.grad`; a parameter without a gradient on any
+            rank stays None
+partial     without sync a full gradient is added up on this rank instead; `.grad` then stands for
+            it (`Pending`)
+replica     without all-reduce the sum over the shard axis is kept, and joins the next all-reduce
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from shardwise.layout import ReduceLayout, layout_reduce
 
 @dataclass(slots=True)
 class Scale:
-    """Factors around the sum. `before` is not 1 only for float16, whose sums overflow (FSDP2 does the same)."""
+    """Factors around the sum. `before` is not 1 only for float16, whose sums overflow (FSDP2 does
+    the same).
+    """
 
     before: float
     after: float
@@ -52,15 +56,19 @@ class BucketGrads:
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
         self._position: dict[int, int] = {}
 
-    # -- collecting ------------------------------------------------------------------------------------------------
+    # -- collecting
+    #
+    ------------------------------------------------------------------------------------------------
     def trainable_layout(self) -> ReduceLayout:
         """Layout of the trainable parameters as they are now."""
         flags = tuple(p.full.requires_grad for p in self.state.params)
         if self.layout is None or tuple(i in self._position for i in range(len(flags))) != flags:
             if self.replica is not None:
                 raise RuntimeError(
-                    f"{self.state.name}: requires_grad changed while gradients wait for their all-reduce; finish the "
-                    "accumulation (set_requires_all_reduce(True) and a backward) or clear the gradients before"
+                    f"{self.state.name}: requires_grad changed while gradients wait for their "
+                    f"all-reduce; finish the "
+                    "accumulation (set_requires_all_reduce(True) and a backward) or clear the "
+                    "gradients before"
                 )
             self.layout = layout_reduce(self.state.layout, flags)
             self._position = {i: j for j, i in enumerate(self.layout.indices)}
@@ -72,7 +80,9 @@ class BucketGrads:
         layout = self.trainable_layout()
         device = self.state.mesh.device
         self.out = torch.empty(layout.chunk_numel, dtype=layout.dtype, device=device)
-        self.buffer = self.state.transport.grad_buffer(self.state.bucket, layout, self.out, scale.before)
+        self.buffer = self.state.transport.grad_buffer(
+            self.state.bucket, layout, self.out, scale.before
+        )
         self.num_arrived = 0
         for i, j in self._position.items():
             param = self.state.params[i]
@@ -87,9 +97,12 @@ class BucketGrads:
             self.open(scale)
         assert self.buffer is not None and self.layout is not None
         position = self._position.get(index)
-        if position is None:  # unfrozen while a backward runs: the reduction under way does not know it
+        if (
+            position is None
+        ):  # unfrozen while a backward runs: the reduction under way does not know it
             raise RuntimeError(
-                f"{self.state.params[index].name}: requires_grad changed during a backward; change it between steps"
+                f"{self.state.params[index].name}: requires_grad changed during a backward; "
+                f"change it between steps"
             )
         self.buffer.put(position, grad)
         self.num_arrived += 1
@@ -97,7 +110,9 @@ class BucketGrads:
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived that is not to be reduced yet."""
-        self.state.params[index].add_partial(grad, self.state.layout.reduce_dtype, self.pending(index))
+        self.state.params[index].add_partial(
+            grad, self.state.layout.reduce_dtype, self.pending(index)
+        )
 
     def pending(self, index: int) -> ParamPending:
         return ParamPending(self, index, self._settle)
@@ -124,7 +139,399 @@ class BucketGrads:
         self.buffer = self.out = None
         self.num_arrived = 0
 
-    # -- reducing --------------------------------------------------------------------------------------------------
+    # -- reducing
+    #
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+    --------------------------------------------------------------------------------------------------
     def issue(self, scale: Scale, all_reduce: bool) -> Reduction:
         """Issue the reduction of what was collected (zeros where nothing arrived)."""
         if self.buffer is None:

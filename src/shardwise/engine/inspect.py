@@ -13,7 +13,9 @@ from shardwise.events import EventLog
 
 @contextlib.contextmanager
 def record_events(model: nn.Module) -> Iterator[EventLog]:
-    """Write down gathers, forwards, backwards, reductions and releases of `model` while the body runs."""
+    """Write down gathers, forwards, backwards, reductions and releases of `model` while the body
+    runs.
+    """
     adopt_if_new(model)
     contexts = {id(u.context): u.context for u in units_in(model)}
     log = EventLog()
@@ -30,5 +32,8 @@ def record_events(model: nn.Module) -> Iterator[EventLog]:
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of gathered parameters that are held right now, over all units."""
     return sum(
-        b.storage.nbytes() for u in units_in(model) for b in u.buckets if b.bucket is not None and not b.aliases
+        b.storage.nbytes()
+        for u in units_in(model)
+        for b in u.buckets
+        if b.bucket is not None and not b.aliases
     )

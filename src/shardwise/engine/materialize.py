@@ -1,8 +1,9 @@
 """From the meta device to real weights, unit by unit, never holding the whole model.
 
-Shards are allocated first; then every module fills its own parameters through its usual `reset_parameters`. A random fill of
-a sharded parameter draws the whole tensor on every rank and keeps the rank's part (`shard_tensor`), so one parameter
-at a time is whole, and the weights are those of one process with the same seed, whatever the world size.
+Shards are allocated first; then every module fills its own parameters through its usual
+`reset_parameters`. A random fill of a sharded parameter draws the whole tensor on every rank and
+keeps the rank's part (`shard_tensor`), so one parameter at a time is whole, and the weights are
+those of one process with the same seed, whatever the world size.
 """
 
 from __future__ import annotations
@@ -28,24 +29,29 @@ def materialize(
     """Give a sharded model on the meta device real, initialised weights. In place.
 
     Args:
-        model: a model after `fully_shard`; parameters and buffers that are not on meta stay as they are.
+        model: a model after `fully_shard`; parameters and buffers that are not on meta stay as
+            they are.
         device: where buffers and ignored parameters go; by default the device of the mesh.
-        seed: seed of the weights, the same on all ranks; the global RNG is left as it was. None draws from the global RNG.
-        init: called with every module that holds parameters or buffers from meta, instead of its own
-            `reset_parameters`, `init_weights` or `init_parameters`.
+        seed: seed of the weights, the same on all ranks; the global RNG is left as it was. None
+            draws from the global RNG.
+        init: called with every module that holds parameters or buffers from meta, instead of its
+            own `reset_parameters`, `init_weights` or `init_parameters`.
 
     Raises:
         RuntimeError: a module has no way to initialise what it holds; names module and parameters.
     """
     units = units_in(model)
     if not units:
-        raise ValueError(f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before")
+        raise ValueError(
+            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
+        )
     target = torch.device(device) if device is not None else units[0].mesh.device
     waiting = {name: held for name, m in model.named_modules() if (held := _meta_names(m))}
     for name in waiting:
         if init is None and _initialiser(model.get_submodule(name)) is None:
             raise RuntimeError(
-                f"{name or type(model).__name__}: holds {', '.join(waiting[name])} on the meta device and has none of "
+                f"{name or type(model).__name__}: holds {', '.join(waiting[name])} on the meta "
+                f"device and has none of "
                 f"{', '.join(_INITIALISERS)}; add one, or pass init="
             )
     for unit in units:

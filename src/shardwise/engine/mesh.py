@@ -1,10 +1,11 @@
-"""From a `DeviceMesh` and a strategy to the two axes that the engine works with, and to DTensor placements.
+"""From a `DeviceMesh` and a strategy to the two axes that the engine works with, and to DTensor
+placements.
 
-    mesh dims        strategy        shard axis          replicate axis     placements of a parameter
-    1 (any name)     sharding        the dim             -                  (Shard(d),)
-    1 (any name)     no_shard        -                   the dim            (Replicate(),)
-    2                sharding        dim 1               dim 0              (Replicate(), Shard(d))
-    2                no_shard        -                   both, flattened    (Replicate(), Replicate())
+mesh dims        strategy        shard axis          replicate axis     placements of a parameter
+1 (any name)     sharding        the dim             -                  (Shard(d),)
+1 (any name)     no_shard        -                   the dim            (Replicate(),)
+2                sharding        dim 1               dim 0              (Replicate(), Shard(d))
+2                no_shard        -                   both, flattened    (Replicate(), Replicate())
 """
 
 from __future__ import annotations
@@ -43,10 +44,14 @@ class ShardMesh:
 
 
 def default_mesh() -> DeviceMesh:
-    """One dim over all ranks, on the accelerator if there is one. Starts the process group from the environment."""
+    """One dim over all ranks, on the accelerator if there is one. Starts the process group from
+    the environment.
+    """
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed; install one that has it")
-    device_type = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    device_type = (
+        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    )
     if not dist.is_initialized():
         dist.init_process_group()
     return init_device_mesh(device_type, (dist.get_world_size(),))
@@ -56,10 +61,14 @@ def resolve_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> ShardMesh:
     """Roles of the dims of `mesh` (the default mesh if None) under a strategy."""
     mesh = mesh if mesh is not None else default_mesh()
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh: expected a DeviceMesh (torch.distributed.device_mesh), found {type(mesh).__name__}")
+        raise ValueError(
+            f"mesh: expected a DeviceMesh (torch.distributed.device_mesh), found "
+            f"{type(mesh).__name__}"
+        )
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard takes a mesh of 1 dim (shard) or 2 dims (replicate, shard), found {mesh.ndim} dims "
+            f"fully_shard takes a mesh of 1 dim (shard) or 2 dims (replicate, shard), found "
+            f"{mesh.ndim} dims "
             f"{mesh.mesh_dim_names}; pass a slice, e.g. mesh['replicate', 'shard']"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
@@ -67,7 +76,8 @@ def resolve_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> ShardMesh:
     if strategy.name == "hybrid_shard" and mesh.ndim != 2:
         raise ValueError(
             "hybrid_shard needs a mesh of 2 dims (replicate, shard), found 1; use "
-            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard')), or full_shard"
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
+            "'shard')), or full_shard"
         )
     names = mesh.mesh_dim_names or ("shard",)
     device = _device_of(mesh)
@@ -91,27 +101,36 @@ def _no_axis(name: str) -> Axis:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type in ("cpu", "meta"):
         return torch.device(mesh.device_type)
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
 
 
 def strategy_for(
     strategy: str | Strategy | None, mesh_dims: int, reshard_after_forward: bool | int | None
 ) -> Strategy:
-    """The strategy that a call asks for; `reshard_after_forward` is another way to name points of the same space."""
+    """The strategy that a call asks for; `reshard_after_forward` is another way to name points of
+    the same space.
+    """
     default = "hybrid_shard" if mesh_dims == 2 else "full_shard"
     if strategy is None:
         return with_reshard(strategy_named(default), reshard_after_forward)
     chosen = strategy_named(strategy)
-    if reshard_after_forward is None or (reshard_after_forward is True and chosen.lifetime is Lifetime.USE):
+    if reshard_after_forward is None or (
+        reshard_after_forward is True and chosen.lifetime is Lifetime.USE
+    ):
         return chosen
     raise ValueError(
-        f"strategy={chosen.name!r} and reshard_after_forward={reshard_after_forward!r} both say how long gathered "
+        f"strategy={chosen.name!r} and reshard_after_forward={reshard_after_forward!r} both say "
+        f"how long gathered "
         f"parameters live; drop one of them"
     )
 
 
 def with_reshard(strategy: Strategy, reshard_after_forward: bool | int | None) -> Strategy:
-    """FSDP2's values: True, None (the root's own unit is kept), False (kept until backward), int (smaller world)."""
+    """FSDP2's values: True, None (the root's own unit is kept), False (kept until backward), int
+    (smaller world).
+    """
     if reshard_after_forward is None or reshard_after_forward is True:
         return strategy
     if reshard_after_forward is False:

@@ -1,8 +1,8 @@
 """`FSDPModule`: what a module is after `fully_shard`, and the state that it carries.
 
-The class of the module is swapped for `FSDP<Name>`, a subclass of `FSDPModule` and of the original class, on that module
-only; names of modules and parameters do not change. `__call__` runs the forward through the engine; the rest are the
-methods that FSDP2 documents.
+The class of the module is swapped for `FSDP<Name>`, a subclass of `FSDPModule` and of the original
+class, on that module only; names of modules and parameters do not change. `__call__` runs the
+forward through the engine; the rest are the methods that FSDP2 documents.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class FSDPModule:
     """Mixin of sharded modules; see the module docstring."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Building another one (slicing a Sequential does) gives a plain module of the original class."""
+        """Building another one (slicing a Sequential does) gives a plain module of the original
+        class.
+        """
         original = cls.__mro__[2]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
@@ -64,12 +66,15 @@ class FSDPModule:
         call = super().__call__  # type: ignore[misc]
         return forward.run(state.unit, state.recompute, call, args, kwargs)
 
-    # -- full parameters -------------------------------------------------------------------------------------------
+    # -- full parameters
+    # -------------------------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather this module's parameters and register them, until `reshard()` or the next forward and backward.
+        """Gather this module's parameters and register them, until `reshard()` or the next forward
+        and backward.
 
         Args:
-            async_op: return a handle at once; its `wait()` must be called before the parameters are used.
+            async_op: return a handle at once; its `wait()` must be called before the parameters
+                are used.
         """
         adopt_if_new(self)
         unit = unit_of(self)
@@ -84,11 +89,407 @@ class FSDPModule:
         """Register the sharded parameters and free the gathered ones."""
         unit_of(self).reshard()
 
-    # -- settings --------------------------------------------------------------------------------------------------
+    # -- settings
+    #
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+    --------------------------------------------------------------------------------------------------
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for FSDP2's sake. Every backward ends with all its reductions delivered, so nothing depends on it."""
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
         """False: gradients add up on this rank, unreduced, until a backward with True."""
         for unit in units_in(self, recurse):
             unit.requires_sync = requires_gradient_sync
@@ -101,12 +502,16 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether gathered parameters are freed between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}")
+            raise ValueError(
+                f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}"
+            )
         for unit in units_in(self, recurse):
             unit.root_rule = False
             unit.reshard_after_forward = reshard_after_forward
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
         """Whether gathered parameters are freed after a backward."""
         for unit in units_in(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
@@ -172,7 +577,9 @@ def unit_of(module: Any) -> Unit:
     """The unit of a sharded module."""
     state = state_of(module)
     if state is None:
-        raise ValueError(f"{type(module).__name__} is not sharded; call shardwise.fully_shard on it before")
+        raise ValueError(
+            f"{type(module).__name__} is not sharded; call shardwise.fully_shard on it before"
+        )
     return state.unit
 
 
@@ -194,7 +601,9 @@ def sharded_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleSta
 def _units_of(modules: Any) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"prefetch: expected FSDPModules, found {type(module).__name__}; call fully_shard on it")
+            raise ValueError(
+                f"prefetch: expected FSDPModules, found {type(module).__name__}; call fully_shard on it"
+            )
     return [unit_of(m) for m in modules]
 
 
@@ -261,7 +670,11 @@ def _check_owned(root: nn.Module, context: Context) -> None:
     owned = {id(p.sharded) for u in context.units for p in u.params}
     owned |= {id(p.full) for u in context.units for p in u.params}
     ignored = {i for u in context.units for i in u.ignored}
-    stray = [n for n, p in root.named_parameters() if p.requires_grad and id(p) not in owned and id(p) not in ignored]
+    stray = [
+        n
+        for n, p in root.named_parameters()
+        if p.requires_grad and id(p) not in owned and id(p) not in ignored
+    ]
     if stray:
         raise RuntimeError(
             f"trainable parameters that no unit owns: {', '.join(stray[:8])}{' ...' if len(stray) > 8 else ''}; their "

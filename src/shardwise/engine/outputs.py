@@ -1,7 +1,7 @@
 """Walking through the inputs and outputs of a forward: find tensors, replace tensors.
 
-Nested lists, tuples, named tuples, dicts (and subclasses, e.g. transformers' ModelOutput), dataclasses and plain objects
-with a `__dict__` are walked. Everything else is left as it is.
+Nested lists, tuples, named tuples, dicts (and subclasses, e.g. transformers' ModelOutput),
+dataclasses and plain objects with a `__dict__` are walked. Everything else is left as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif isinstance(tree, dict):
         for item in tree.values():
             yield from tensors_in(item, depth + 1)
-    elif hasattr(tree, "__dict__") and not isinstance(tree, (type, torch.nn.Module)) and not callable(tree):
+    elif (
+        hasattr(tree, "__dict__")
+        and not isinstance(tree, (type, torch.nn.Module))
+        and not callable(tree)
+    ):
         yield from tensors_in(vars(tree), depth + 1)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):  # with slots
         for f in dataclasses.fields(tree):
@@ -37,7 +41,9 @@ def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with `fn` applied to its tensors; containers are rebuilt only when something in them changed."""
+    """`tree` with `fn` applied to its tensors; containers are rebuilt only when something in them
+    changed.
+    """
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, _LEAVES):

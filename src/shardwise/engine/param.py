@@ -1,8 +1,11 @@
-"""One parameter of a unit: the registered shard, the gathered form, the modules that hold it, its gradient.
+"""One parameter of a unit: the registered shard, the gathered form, the modules that hold it, its
+gradient.
 
-    sharded   nn.Parameter over ShardTensor, registered at rest; its local tensor is a view into the bucket's buffer
-    full      nn.Parameter over the bucket's gathered buffer, registered while the unit runs
-    partial   sum of gradients that were not reduced yet (accumulation without sync), full shape, reduce dtype
+sharded   nn.Parameter over ShardTensor, registered at rest; its local tensor is a view into the
+          bucket's buffer
+full      nn.Parameter over the bucket's gathered buffer, registered while the unit runs
+partial   sum of gradients that were not reduced yet (accumulation without sync), full shape,
+          reduce dtype
 """
 
 from __future__ import annotations
@@ -24,9 +27,21 @@ Slot = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 class ShardedParam:
     """See the module docstring. `slots` has more than one entry for tied parameters."""
 
-    __slots__ = ("full", "layout", "mark", "mesh", "name", "partial", "partial_grad", "sharded", "slots")
+    __slots__ = (
+        "full",
+        "layout",
+        "mark",
+        "mesh",
+        "name",
+        "partial",
+        "partial_grad",
+        "sharded",
+        "slots",
+    )
 
-    def __init__(self, name: str, layout: ParamLayout, slots: list[Slot], mesh: ShardMesh, mark: Mark) -> None:
+    def __init__(
+        self, name: str, layout: ParamLayout, slots: list[Slot], mesh: ShardMesh, mark: Mark
+    ) -> None:
         self.name = name
         self.layout = layout
         self.slots = slots
@@ -37,9 +52,12 @@ class ShardedParam:
         self.partial: torch.Tensor | None = None
         self.partial_grad: ShardTensor | None = None
 
-    # -- the registered shard --------------------------------------------------------------------------------------
+    # -- the registered shard
+    # --------------------------------------------------------------------------------------
     def make_sharded(self, local: torch.Tensor, origin: torch.Tensor) -> None:
-        """A new registered parameter over `local`, with the attributes and hooks of the one it replaces."""
+        """A new registered parameter over `local`, with the attributes and hooks of the one it
+        replaces.
+        """
         shape = torch.Size(self.layout.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
         placements = self.mesh.placements(self.layout.spec.shard_dim)
@@ -74,7 +92,402 @@ class ShardedParam:
         self.name = name
         self.sharded._param_name = name  # type: ignore[attr-defined]
 
-    # -- gradients -------------------------------------------------------------------------------------------------
+    # -- gradients
+    #
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+    -------------------------------------------------------------------------------------------------
     def add_partial(self, grad: torch.Tensor, dtype: torch.dtype, pending: Pending) -> None:
         """Accumulate without reducing. `.grad` becomes a tensor that knows of it, so clearing it clears this too."""
         self.drop_cleared()
@@ -88,7 +501,9 @@ class ShardedParam:
         """`.grad` (made of zeros when there is none) stands for what is still to be reduced."""
         grad = self.sharded.grad
         if grad is None:
-            grad = ShardTensor(torch.zeros_like(self.local), spec_of(self.sharded), name=f"{self.name}.grad")
+            grad = ShardTensor(
+                torch.zeros_like(self.local), spec_of(self.sharded), name=f"{self.name}.grad"
+            )
             self.sharded.grad = grad
         elif not isinstance(grad, ShardTensor):
             grad = ShardTensor(local_of(grad), spec_of(grad), name=f"{self.name}.grad")

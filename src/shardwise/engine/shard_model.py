@@ -1,8 +1,10 @@
 """`shard_model`: apply `fully_shard` bottom-up to the right modules of a whole model.
 
-What a unit is, is a trade: small units mean many small collectives, large ones mean much memory gathered at a time.
+What a unit is, is a trade: small units mean many small collectives, large ones mean much memory
+    gathered at a time.
 
-    "auto"           entries of module lists and sequences that repeat a class (the blocks of a transformer); a model
+    "auto"           entries of module lists and sequences that repeat a class (the blocks of a "
+    "transformer); a model
                      without such a list is cut by bytes
     names            class names, or patterns of module names ("layers.*", "*.mlp")
     a size           bytes ("32MiB" or a number): the largest modules that stay below it
@@ -28,7 +30,16 @@ from shardwise.engine.module import FSDPModule, state_of
 from shardwise.layout import MixedPrecisionPolicy, OffloadPolicy, Strategy
 
 DEFAULT_UNIT_BYTES = 64 * 2**20
-_SIZES = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZES = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 
 
 def shard_model(
@@ -49,8 +60,8 @@ def shard_model(
         model: the model, on a real device or on meta (then call `materialize` afterwards).
         mesh, strategy, transport, mp_policy, offload_policy, ignored_params: as in `fully_shard`.
         unit: "auto", class names or name patterns, or a size in bytes; see the module docstring.
-        activation_checkpointing: recompute every unit's forward in the backward. The recomputation runs inside the
-            unit, so its parameters are gathered twice a step as without it.
+        activation_checkpointing: recompute every unit's forward in the backward. The recomputation
+            runs inside the unit, so its parameters are gathered twice a step as without it.
 
     Returns:
         `model`, now also an `FSDPModule`.
@@ -77,7 +88,9 @@ def shard_model(
 
 
 def choose_units(model: nn.Module, unit: str | int | Sequence[str] = "auto") -> list[str]:
-    """Names of the modules that become units of their own, innermost first; the root is left out."""
+    """Names of the modules that become units of their own, innermost first; the root is left
+    out.
+    """
     if isinstance(unit, int) and not isinstance(unit, bool):
         return _by_bytes(model, unit)
     if isinstance(unit, str):
@@ -102,11 +115,17 @@ def _repeated_blocks(model: nn.Module) -> list[str]:
     """Entries of the outermost lists in which one class occurs twice or more."""
     chosen: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(_is_below(name, c) for c in chosen):
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or any(
+            _is_below(name, c) for c in chosen
+        ):
             continue
         counts = Counter(type(child) for child in module)
         for key, child in module.named_children():
-            if counts[type(child)] >= 2 and any(True for _ in child.parameters()) and not _is_leaf(child):
+            if (
+                counts[type(child)] >= 2
+                and any(True for _ in child.parameters())
+                and not _is_leaf(child)
+            ):
                 chosen.append(f"{name}.{key}" if name else key)
     return chosen[::-1]
 
@@ -134,14 +153,17 @@ def _by_names(model: nn.Module, wanted: Sequence[str]) -> list[str]:
     if missing:
         classes = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(
-            f"unit: nothing in {type(model).__name__} has the class or name {', '.join(map(repr, missing))}; classes in "
+            f"unit: nothing in {type(model).__name__} has the class or name "
+            f"{', '.join(map(repr, missing))}; classes in "
             f"it: {', '.join(classes)}"
         )
     return chosen[::-1]
 
 
 def _by_bytes(model: nn.Module, limit: int) -> list[str]:
-    """The largest modules of at most `limit` bytes; what is tiny (below a sixteenth) stays with its parent."""
+    """The largest modules of at most `limit` bytes; what is tiny (below a sixteenth) stays with
+    its parent.
+    """
     if limit < 1:
         raise ValueError(f"unit: a size must be positive, found {limit}")
     chosen: list[str] = []

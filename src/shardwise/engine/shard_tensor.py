@@ -1,17 +1,24 @@
-"""`ShardTensor`: the DTensor that a sharded parameter, its gradient and its optimizer state are made of.
+"""`ShardTensor`: the DTensor that a sharded parameter, its gradient and its optimizer state are
+made of.
 
-It is a DTensor in every respect (placements, mesh, checkpointing) and closed under operations: what comes out of an
-operation on it is one again. On top of DTensor it
+It is a DTensor in every respect (placements, mesh, checkpointing) and closed under operations:
+what comes out of an operation on it is one again. On top of DTensor it
 
-  * counts writes to the unit's shards, so that a gathered copy that was kept is known to be stale (`Mark`);
-  * finishes partial results before a number leaves (`item`, `bool`, format), which DTensor gives out unreduced;
-  * draws random fills (`normal_`, `uniform_`, ...) as one process would, so the numbers do not depend on the world size;
+  * counts writes to the unit's shards, so that a gathered copy that was kept is known to be stale
+  (`Mark`);
+  * finishes partial results before a number leaves (`item`, `bool`, format), which DTensor gives
+  out unreduced;
+  * draws random fills (`normal_`, `uniform_`, ...) as one process would, so the numbers do not
+  depend on the world size;
   * takes full plain tensors in `copy_`, so a plain state dict loads into a sharded model;
   * serves norms and extrema of empty shards;
-  * runs element-wise (foreach, fused) operations on the local shards at once, past DTensor's dispatcher;
-  * settles a gradient that is still a sum on every rank (gradient accumulation without sync) when it is read.
+  * runs element-wise (foreach, fused) operations on the local shards at once, past DTensor's
+  dispatcher;
+  * settles a gradient that is still a sum on every rank (gradient accumulation without sync) when
+  it is read.
 
-Writes that bypass dispatch (`to_local().data`, numpy) are not seen; `mark_dirty(model)` exists for them.
+Writes that bypass dispatch (`to_local().data`, numpy) are not seen; `mark_dirty(model)` exists for
+them.
 """
 
 from __future__ import annotations
@@ -28,7 +35,9 @@ from shardwise.errors import EngineError
 
 
 class Mark:
-    """Shared by the parameters of a unit: how often their shards were written. One per parameter names it."""
+    """Shared by the parameters of a unit: how often their shards were written. One per parameter
+    names it.
+    """
 
     __slots__ = ("count", "name")
 
@@ -38,7 +47,9 @@ class Mark:
 
 
 class Pending(Protocol):
-    """What a gradient still lacks: `settle` reduces it over the ranks (a collective), `drop` forgets it."""
+    """What a gradient still lacks: `settle` reduces it over the ranks (a collective), `drop`
+    forgets it.
+    """
 
     def settle(self) -> None: ...
 
@@ -46,7 +57,9 @@ class Pending(Protocol):
 
 
 class ShardTensor(DTensor):
-    """A DTensor with a write mark and, for gradients, a part that is not reduced yet. See the module docstring."""
+    """A DTensor with a write mark and, for gradients, a part that is not reduced yet. See the
+    module docstring.
+    """
 
     _mark: Mark | None
     _param_name: str
@@ -92,7 +105,396 @@ class ShardTensor(DTensor):
             _mark_written(info, args)
         return result
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading
+    #
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+    -------------------------------------------------------------------------------------------------
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         _settle((self,))
         return super().to_local(grad_placements=grad_placements)
@@ -143,7 +545,9 @@ class ShardTensor(DTensor):
         return _rebuild, (local, spec_of(self), self.requires_grad, is_param, self._param_name)
 
 
-def _rebuild(local: torch.Tensor, spec: Any, requires_grad: bool, is_param: bool, name: str) -> ShardTensor:
+def _rebuild(
+    local: torch.Tensor, spec: Any, requires_grad: bool, is_param: bool, name: str
+) -> ShardTensor:
     tensor = _detached_copy(local, spec, name)
     if is_param:
         return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
@@ -163,15 +567,15 @@ def _like_parameter(copy: ShardTensor, source: ShardTensor) -> ShardTensor:
 # -- dispatch ----------------------------------------------------------------------------------------------------
 def _run_local(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
     """Element-wise on equal layouts: the operation on the shards is the operation on the whole."""
-    out = func(*rules.map_tensors(args, _local_or_self), **rules.map_tensors(kwargs, _local_or_self))
+    out = func(
+        *rules.map_tensors(args, _local_or_self), **rules.map_tensors(kwargs, _local_or_self)
+    )
     if info.returns_nothing:
         return None
     if info.returns_written:
         return args[0]
     if isinstance(out, (list, tuple)):
-        return type(out)(
-            _wrap_like(o, like) for o, like in zip(out, args[0], strict=True)
-        )
+        return type(out)(_wrap_like(o, like) for o, like in zip(out, args[0], strict=True))
     return _wrap_like(out, rules.first_sharded(args, ShardTensor))
 
 
@@ -187,7 +591,12 @@ def _wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     if local.dtype != like.dtype:
         spec = spec_of(
             DTensor.from_local(
-                local, spec.mesh, spec.placements, run_check=False, shape=like.shape, stride=like.stride()
+                local,
+                spec.mesh,
+                spec.placements,
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
             )
         )
     return ShardTensor(local, spec)
@@ -230,7 +639,9 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
 
 
 def _mixed_text(func: Any, originals: dict[int, ShardTensor]) -> str:
-    names = sorted({t._param_name for t in originals.values() if t._param_name}) or ["a sharded tensor"]
+    names = sorted({t._param_name for t in originals.values() if t._param_name}) or [
+        "a sharded tensor"
+    ]
     return (
         f"{', '.join(names)}: {func.name()} met a sharded parameter and a plain tensor. The parameter is sharded "
         "because its unit is not running: call the module itself, register the method that you called with "
@@ -319,6 +730,23 @@ def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, target
 
 
+def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`t[mask] = scalar` with a mask that lies like `t` (Rprop): every rank sets its own part."""
+    target, indices, values = args[0], args[1], args[2]
+    masks = [i for i in indices if i is not None]
+    if type(target) is not ShardTensor or len(masks) != 1 or masks[0].dtype != torch.bool:
+        return False, None
+    if values.ndim or isinstance(values, DTensor) or masks[0].shape != target.shape:
+        return False, None
+    if not isinstance(masks[0], DTensor) or not rules.same_layout((target, masks[0]), ShardTensor):
+        return False, None
+    _settle(args)
+    local_of(target).masked_fill_(local_of(masks[0]), values)
+    if target._mark is not None:
+        target._mark.count += 1
+    return True, target
+
+
 def _store(target: ShardTensor, whole: torch.Tensor) -> None:
     if target._pending is not None:
         target._pending.drop()
@@ -331,6 +759,7 @@ def _store(target: ShardTensor, whole: torch.Tensor) -> None:
 _SPECIAL: dict[Any, Special] = {
     torch.ops.aten._local_scalar_dense.default: _item,
     torch.ops.aten.copy_.default: _copy,
+    torch.ops.aten.index_put_.default: _masked_set,
     **dict.fromkeys(rules.RANDOM_FILLS, _random_fill),
     **dict.fromkeys(rules.RANDOM_LIKES, _random_like),
 }

@@ -2,15 +2,18 @@
 
 Three lanes run beside the stream on which the user computes:
 
-    gather   copy-in, all-gather, copy-out       waits for the compute stream when issued, is waited for at first use
-    reduce   copy-in, reduce-scatter, all-reduce waits for the compute stream when issued, is waited for at the end
+    gather   copy-in, all-gather, copy-out       waits for the compute stream when issued, is
+                                                 waited for at first use
+    reduce   copy-in, reduce-scatter, all-reduce waits for the compute stream when issued, is
+             waited for at the end
     compute  the user's stream
 
-Lifetimes. A gathered buffer is allocated on the gather lane and read on the compute stream; it is released by resizing
-its storage, which hands the block back to the gather lane's pool. The next gather is issued with `lane("gather")`, which
-first makes the lane wait for everything that the compute stream has queued, so the block is never overwritten while a
-kernel still reads it. Gradients are made on the compute stream and read on the reduce lane: their owner
-(`GradBuffer`) keeps them until its handle is waited for, so no `record_stream` is needed.
+Lifetimes. A gathered buffer is allocated on the gather lane and read on the compute stream; it is
+released by resizing its storage, which hands the block back to the gather lane's pool. The next
+gather is issued with `lane("gather")`, which first makes the lane wait for everything that the
+compute stream has queued, so the block is never overwritten while a kernel still reads it.
+Gradients are made on the compute stream and read on the reduce lane: their owner (`GradBuffer`)
+    keeps them until its handle is waited for, so no `record_stream` is needed.
 
 On CPU every method does nothing. `RecordingStreams` notes the calls instead, for golden tests.
 """
@@ -82,7 +85,9 @@ class DeviceStreams:
 
 
 class RecordingStreams:
-    """Writes down what would be ordered: `fork gather`, `join gather`, `event gather`, `wait gather`."""
+    """Writes down what would be ordered: `fork gather`, `join gather`, `event gather`, `wait
+    gather`.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -3,12 +3,14 @@
     moment          full copy                                    registered   gradients
     at rest         none (or kept, `Lifetime.CLEAN`)             shards       None or sharded
     pre_forward     gathered, unless it is held and fresh        full
-    post_forward    released, unless the strategy keeps it       shards, or full when kept for the backward
+    post_forward    released, unless the strategy keeps it       shards, or full when kept for the
+                                                                 backward
     pre_backward    gathered if it was released                  full         arrive one by one
     complete                                                                  reduction issued
     end             released                                     shards       delivered
 
-Who calls what when is decided in `context` (forward) and `backward`; here is only what one unit does.
+Who calls what when is decided in `context` (forward) and `backward`; here is only what one unit
+does.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Unit:
         self._build(found)
         self.context: Context  # set when a context takes the unit in
 
-        self.root_rule = False  # reshard_after_forward=None: kept after forward where the unit is the root's own
+        self.root_rule = (
+            False  # reshard_after_forward=None: kept after forward where the unit is the root's own
+        )
         self.is_root = False
         self.reshard_after_forward = strategy.lifetime is Lifetime.USE
         self.reshard_after_backward = strategy.lifetime is not Lifetime.CLEAN
@@ -103,7 +107,9 @@ class Unit:
         return not self.is_stale and self.gathered_at == self.mark.count
 
     def refresh(self) -> None:
-        """Pick up parameters that were moved, cast or replaced since; does nothing when none was."""
+        """Pick up parameters that were moved, cast or replaced since; does nothing when none
+        was.
+        """
         if all(b.is_current() for b in self.buckets):
             return
         found = []
@@ -121,7 +127,9 @@ class Unit:
         self._build(found)
 
     def materialize(self) -> None:
-        """Allocate shards for parameters on the meta device. What is in them is undefined until somebody fills them."""
+        """Allocate shards for parameters on the meta device. What is in them is undefined until
+        somebody fills them.
+        """
         for bucket in self.buckets:
             if bucket.bucket is None:
                 bucket.allocate()
@@ -130,11 +138,14 @@ class Unit:
                 bucket.register_sharded()
                 bucket.make_full()
 
-    # -- full copies -----------------------------------------------------------------------------------------------
+    # -- full copies
+    #
+    -----------------------------------------------------------------------------------------------
     def unshard(self) -> None:
         """Issue the gather, unless a fresh copy is held. `wait_unshard` must follow before use.
 
-        A backward uses the copy that its forward used, also when the shards were written in between.
+        A backward uses the copy that its forward used, also when the shards were written in
+        between.
         """
         if self.is_held and (self.is_fresh or graph_task() is not None):
             return
@@ -190,7 +201,400 @@ class Unit:
         self.wait_unshard()
         self.use_full()
 
-    # -- moments ---------------------------------------------------------------------------------------------------
+    # -- moments
+    #
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+   
+    ---------------------------------------------------------------------------------------------------
     def pre_forward(self) -> None:
         if not all(b.is_registered() for b in self.buckets):
             self.refresh()
@@ -253,7 +657,9 @@ class Unit:
             grads.accumulate(index, grad)
             return False
         if grads.put(index, grad, self.scale(bucket)):
-            return all(g.layout is not None and g.num_arrived == len(g.layout.indices) for g in self.grads)
+            return all(
+                g.layout is not None and g.num_arrived == len(g.layout.indices) for g in self.grads
+            )
         return False
 
     def scale(self, bucket: BucketState) -> Any:

@@ -1,8 +1,9 @@
 """A wire: one transport with the engine's phases on it.
 
-Control passes from the user to the engine and back many times a step; transports that read peers' memory must know when
-(DESIGN section 7). Phases nest (a unit inside the root's forward, a recomputed forward inside a backward), so a wire counts
-the depth and tells the transport about the outermost phase only. All units of a mesh share one wire.
+Control passes from the user to the engine and back many times a step; transports that read peers'
+memory must know when (DESIGN section 7). Phases nest (a unit inside the root's forward, a
+recomputed forward inside a backward), so a wire counts the depth and tells the transport about the
+outermost phase only. All units of a mesh share one wire.
 """
 
 from __future__ import annotations
