@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwise import clip_grad_norm_, no_sync
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import TrainingError
-from shardwise.train._seam import clip_grad_norm_, no_sync
 from shardwise.train.config import Config, resolved_strategy
 from shardwise.train.config_file import config_as_dict
 from shardwise.train.console import Console

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise import MixedPrecisionPolicy, materialize, shard_model
 from shardwise.errors import ConfigError
-from shardwise.train._seam import MixedPrecisionPolicy, materialize, shard_model
 from shardwise.train.config import Config, CustomModelConfig, mesh_shape, resolved_strategy
 from shardwise.train.decoder import Decoder
 from shardwise.train.factory import load_factory
@@ -62,9 +62,7 @@ def shard_and_fill(
     else:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     param_dtype, reduce_dtype = _DTYPES[section.param_dtype], _DTYPES[section.reduce_dtype]
-    policy = None
-    if (param_dtype, reduce_dtype) != (torch.float32, torch.float32):
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     try:
         shard_model(
             model,
