@@ -50,401 +50,7 @@ class BackwardPass:
             self._watched.add(task)
             at_end_of_backward(lambda: self._end(task))
 
-    # -- moments
-    #
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-    ---------------------------------------------------------------------------------------------------
+    # -- moments ---------------------------------------------------------------------------------
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of an output of `unit` is complete."""
         if (
@@ -488,9 +94,10 @@ class BackwardPass:
             if ahead is not None and not ahead.keeps_between_steps:
                 ahead.unshard()
 
-    # -- reducing --------------------------------------------------------------------------------------------------
+    # -- reducing --------------------------------------------------------------------------------
     def _issue_ready(self) -> None:
-        """Issue complete units from the back of the forward order; stop at the first that still collects.
+        """Issue complete units from the back of the forward order; stop at the first that still
+        collects.
 
         Units that this backward has not reached are passed over: theirs is another one, or none.
         """
@@ -520,7 +127,7 @@ class BackwardPass:
         unit.streams.wait(unit.streams.record("reduce"))
         self._context.note("G", unit)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------
     def _end(self, task: int) -> None:
         """Autograd has run all nodes of a graph task."""
         context = self._context
@@ -541,7 +148,9 @@ class BackwardPass:
         context.end_backward()
 
     def _flush(self) -> None:
-        """Issue what is incomplete: first in the reverse forward order, then units that are not in it."""
+        """Issue what is incomplete: first in the reverse forward order, then units that are not in
+        it.
+        """
         context = self._context
         for unit in reversed(context.order[:]):
             if unit in self._touched or unit.has_unreduced:
@@ -556,7 +165,9 @@ class BackwardPass:
             self._issue(unit)
 
     def _check(self) -> None:
-        """The step's ledger: whatever was collected has been reduced, whatever was gathered has been released."""
+        """The step's ledger: whatever was collected has been reduced, whatever was gathered has
+        been released.
+        """
         for unit in self._touched:
             if unit.requires_sync and any(g.buffer is not None for g in unit.grads):
                 raise EngineError(

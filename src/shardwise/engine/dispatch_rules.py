@@ -68,7 +68,7 @@ def _read(func: Any) -> OpInfo:
     )
 
 
-def same_layout(args: Any, cls: type) -> bool:
+def same_layout(args: Any) -> bool:
     """True when all sharded operands lie alike, so that equal positions of the shards are equal
     positions of the whole.
 
@@ -122,8 +122,7 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tree
 
 
-# -- empty shards
-# ------------------------------------------------------------------------------------------------
+# -- empty shards --------------------------------------------------------------------------------
 # Reductions that fail, or have no neutral answer, on a shard without elements: one neutral element
 # stands in for it.
 EMPTY_FILL: dict[Any, float] = {
@@ -146,8 +145,7 @@ def neutral(local: torch.Tensor, fill: float) -> torch.Tensor:
     return local.new_full([1] * max(local.ndim, 1), value)
 
 
-# -- randomness
-# --------------------------------------------------------------------------------------------------
+# -- randomness ----------------------------------------------------------------------------------
 RANDOM_FILLS = (
     aten.normal_.default,
     aten.uniform_.default,

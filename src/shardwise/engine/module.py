@@ -66,8 +66,7 @@ class FSDPModule:
         call = super().__call__  # type: ignore[misc]
         return forward.run(state.unit, state.recompute, call, args, kwargs)
 
-    # -- full parameters
-    # -------------------------------------------------------------------------------------------
+    # -- full parameters -------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters and register them, until `reshard()` or the next forward
         and backward.
@@ -89,403 +88,11 @@ class FSDPModule:
         """Register the sharded parameters and free the gathered ones."""
         unit_of(self).reshard()
 
-    # -- settings
-    #
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-    --------------------------------------------------------------------------------------------------
+    # -- settings --------------------------------------------------------------------------------
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for FSDP2's sake. Every backward ends with all its reductions delivered, so nothing depends on it."""
+        """Accepted for FSDP2's sake. Every backward ends with all its reductions delivered, so
+        nothing depends on it.
+        """
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -495,7 +102,9 @@ class FSDPModule:
             unit.requires_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False, on hybrid meshes: reduce over the shard axis only, and keep that sum for the next all-reduce."""
+        """False, on hybrid meshes: reduce over the shard axis only, and keep that sum for the next
+        all-reduce.
+        """
         for unit in units_in(self, recurse):
             unit.requires_all_reduce = requires_all_reduce
 
@@ -525,7 +134,9 @@ class FSDPModule:
         unit_of(self).backward_prefetch = [weakref.ref(u) for u in _units_of(modules)]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients of this module and all below by `factor` instead of by the number of ranks."""
+        """Divide summed gradients of this module and all below by `factor` instead of by the
+        number of ranks.
+        """
         if not factor > 0:
             raise ValueError(f"the divide factor must be positive, found {factor}")
         for unit in units_in(self):
@@ -536,14 +147,16 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: the backward does not gather this module (its parameters are not needed for gradients)."""
+        """False: the backward does not gather this module (its parameters are not needed for
+        gradients).
+        """
         unit_of(self).unshard_in_backward = unshard_in_backward
 
     def reset_iter_state(self) -> None:
         """Forget a pass that an exception ended. The next forward does the same by itself."""
         unit_of(self).context.abandon()
 
-    # -- nn.Module -------------------------------------------------------------------------------------------------
+    # -- nn.Module -------------------------------------------------------------------------------
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`to`, `to_empty`, `float`, ...: work on the shards, then pick up what they became."""
         unit = unit_of(self)
@@ -562,12 +175,13 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise NotImplementedError(
-            f"{type(self).__name__}: a sharded module cannot be deep-copied; copy the module before fully_shard, or build "
+            f"{type(self).__name__}: a sharded module cannot be deep-copied; copy the module "
+            f"before fully_shard, or build "
             "a second one, shard it, and load_state_dict from this one"
         )
 
 
-# -- looking up ----------------------------------------------------------------------------------------------------
+# -- looking up ----------------------------------------------------------------------------------
 def state_of(module: Any) -> ModuleState | None:
     """The state of a sharded module, None for others."""
     return module.__dict__.get(_STATE) if isinstance(module, nn.Module) else None
@@ -584,7 +198,9 @@ def unit_of(module: Any) -> Unit:
 
 
 def units_in(module: Any, recurse: bool = True) -> list[Unit]:
-    """Units of a module and, with `recurse`, of all modules below it; each once, in module order."""
+    """Units of a module and, with `recurse`, of all modules below it; each once, in module
+    order.
+    """
     modules: Sequence[Any] = list(module.modules()) if recurse else [module]
     found = {id(s.unit): s.unit for m in modules if (s := state_of(m)) is not None}
     return list(found.values())
@@ -602,12 +218,13 @@ def _units_of(modules: Any) -> list[Unit]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
-                f"prefetch: expected FSDPModules, found {type(module).__name__}; call fully_shard on it"
+                f"prefetch: expected FSDPModules, found {type(module).__name__}; call "
+                f"fully_shard on it"
             )
     return [unit_of(m) for m in modules]
 
 
-# -- swapping, adopting --------------------------------------------------------------------------------------------
+# -- swapping, adopting --------------------------------------------------------------------------
 def swap_class(module: nn.Module, state: ModuleState) -> None:
     """Make `module` an `FSDP<Name>` that carries `state`."""
     cls = type(module)
@@ -626,7 +243,9 @@ def adopt_if_new(module: Any) -> None:
 
 
 def adopt(root: nn.Module) -> None:
-    """Take the units of all modules below `root` into one context, name them, and check the whole before it trains."""
+    """Take the units of all modules below `root` into one context, name them, and check the whole
+    before it trains.
+    """
     root_state = state_of(root)
     assert root_state is not None
     context = Context()
@@ -660,8 +279,10 @@ def _check_materialized(root: nn.Module) -> None:
     missing = [n for n, p in root.named_parameters() if p.is_meta]
     if missing:
         raise RuntimeError(
-            f"parameters are still on the meta device: {', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}; "
-            "call shardwise.materialize(model, device=...), or model.to_empty(device=...) and initialise or load them, "
+            f"parameters are still on the meta device: "
+            f"{', '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}; "
+            "call shardwise.materialize(model, device=...), or model.to_empty(device=...) and "
+            "initialise or load them, "
             "before the first forward"
         )
 
@@ -677,8 +298,10 @@ def _check_owned(root: nn.Module, context: Context) -> None:
     ]
     if stray:
         raise RuntimeError(
-            f"trainable parameters that no unit owns: {', '.join(stray[:8])}{' ...' if len(stray) > 8 else ''}; their "
-            "gradients would not be averaged over the ranks. Call fully_shard on the module that holds them (new "
+            f"trainable parameters that no unit owns: "
+            f"{', '.join(stray[:8])}{' ...' if len(stray) > 8 else ''}; their "
+            "gradients would not be averaged over the ranks. Call fully_shard on the module that "
+            "holds them (new "
             "adapters too), or pass them as ignored_params if you reduce their gradients yourself"
         )
 
@@ -711,5 +334,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     setattr(module, method_name, run_method)
 
 
-# Dynamo must not trace the engine: units compile by `module.compile()`, whose graph then holds the forward alone.
+# Dynamo must not trace the engine: units compile by `module.compile()`, whose graph then holds the
+# forward alone.
 forward.run = torch.compiler.disable(forward.run, recursive=False)  # type: ignore[assignment]

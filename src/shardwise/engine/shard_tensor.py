@@ -97,7 +97,7 @@ class ShardTensor(DTensor):
             pass
         else:
             _settle(args)
-        if info.elementwise and rules.same_layout(args, ShardTensor):
+        if info.elementwise and rules.same_layout(args):
             result = _run_local(func, info, args, kwargs)
         else:
             result = _run_dtensor(func, info, args, kwargs)
@@ -105,396 +105,7 @@ class ShardTensor(DTensor):
             _mark_written(info, args)
         return result
 
-    # -- reading
-    #
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-    -------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         _settle((self,))
         return super().to_local(grad_placements=grad_placements)
@@ -512,20 +123,24 @@ class ShardTensor(DTensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         raise EngineError(
-            f"{self._param_name or 'ShardTensor'}: numpy() of a sharded tensor would give this rank's part only; "
+            f"{self._param_name or 'ShardTensor'}: numpy() of a sharded tensor would give this "
+            f"rank's part only; "
             "use .full_tensor().numpy() (a collective), or .to_local().numpy() for the part"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         name = f"{self._param_name!r}, " if self._param_name else ""
         return (
-            f"ShardTensor({name}shape={tuple(self.shape)}, dtype={self.dtype}, placements={self.placements}, "
+            f"ShardTensor({name}shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"placements={self.placements}, "
             f"local={tuple(local_of(self).shape)} on {local_of(self).device})"
         )
 
-    # -- copies --------------------------------------------------------------------------------------------------
+    # -- copies ----------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
-        """A copy of the shard alone: the storage that it is a view of belongs to the whole bucket."""
+        """A copy of the shard alone: the storage that it is a view of belongs to the whole
+        bucket.
+        """
         if id(self) in memo:
             return memo[id(self)]
         _settle((self,))
@@ -564,7 +179,7 @@ def _like_parameter(copy: ShardTensor, source: ShardTensor) -> ShardTensor:
     return copy.requires_grad_(source.requires_grad)  # type: ignore[return-value]
 
 
-# -- dispatch ----------------------------------------------------------------------------------------------------
+# -- dispatch ------------------------------------------------------------------------------------
 def _run_local(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
     """Element-wise on equal layouts: the operation on the shards is the operation on the whole."""
     out = func(
@@ -643,9 +258,12 @@ def _mixed_text(func: Any, originals: dict[int, ShardTensor]) -> str:
         "a sharded tensor"
     ]
     return (
-        f"{', '.join(names)}: {func.name()} met a sharded parameter and a plain tensor. The parameter is sharded "
-        "because its unit is not running: call the module itself, register the method that you called with "
-        "shardwise.register_fsdp_forward_method(module, 'method'), or call module.unshard() before; to compute with "
+        f"{', '.join(names)}: {func.name()} met a sharded parameter and a plain tensor. The "
+        f"parameter is sharded "
+        "because its unit is not running: call the module itself, register the method that you "
+        "called with "
+        "shardwise.register_fsdp_forward_method(module, 'method'), or call module.unshard() "
+        "before; to compute with "
         "sharded tensors, make the other operand a DTensor too"
     )
 
@@ -675,7 +293,9 @@ def _settle(args: Any) -> None:
 
 
 def _drop_pending(args: Any) -> bool:
-    """For `zero_`: what was still to be reduced is forgotten with the rest. True when anything was."""
+    """For `zero_`: what was still to be reduced is forgotten with the rest. True when anything
+    was.
+    """
     dropped = False
     for t in _sharded_in(args):
         if t._pending is not None:
@@ -684,7 +304,7 @@ def _drop_pending(args: Any) -> bool:
     return dropped
 
 
-# -- operations with an answer of their own ------------------------------------------------------------------------
+# -- operations with an answer of their own ------------------------------------------------------
 Special = Callable[[Any, Any, Any], tuple[bool, Any]]
 
 
@@ -697,7 +317,9 @@ def _item(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
 
 def _random_fill(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Every rank draws the whole tensor and keeps its part: any world size draws the numbers of one process."""
+    """Every rank draws the whole tensor and keeps its part: any world size draws the numbers of
+    one process.
+    """
     target = args[0]
     if type(target) is not ShardTensor or local_of(target).is_meta:
         return False, None
@@ -738,7 +360,7 @@ def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return False, None
     if values.ndim or isinstance(values, DTensor) or masks[0].shape != target.shape:
         return False, None
-    if not isinstance(masks[0], DTensor) or not rules.same_layout((target, masks[0]), ShardTensor):
+    if not isinstance(masks[0], DTensor) or not rules.same_layout((target, masks[0])):
         return False, None
     _settle(args)
     local_of(target).masked_fill_(local_of(masks[0]), values)

@@ -138,9 +138,7 @@ class Unit:
                 bucket.register_sharded()
                 bucket.make_full()
 
-    # -- full copies
-    #
-    -----------------------------------------------------------------------------------------------
+    # -- full copies -----------------------------------------------------------------------------
     def unshard(self) -> None:
         """Issue the gather, unless a fresh copy is held. `wait_unshard` must follow before use.
 
@@ -201,400 +199,7 @@ class Unit:
         self.wait_unshard()
         self.use_full()
 
-    # -- moments
-    #
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-   
-    ---------------------------------------------------------------------------------------------------
+    # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
         if not all(b.is_registered() for b in self.buckets):
             self.refresh()
@@ -618,7 +223,9 @@ class Unit:
         """The state between forward and backward."""
         self._modules_run = 0
         if in_functorch_transform():
-            return  # tangents and wrapped outputs, which no hook of ours can follow, may still need the full copy
+            # tangents and wrapped outputs, which no hook of ours can follow, may still need the
+            # full copy
+            return
         if self.keeps_between_steps:
             self.use_shards()
         elif self.releases_after_forward() or not torch.is_grad_enabled():
@@ -644,7 +251,7 @@ class Unit:
         elif self.reshard_after_backward:
             self.reshard()
 
-    # -- gradients -------------------------------------------------------------------------------------------------
+    # -- gradients -------------------------------------------------------------------------------
     def arrived(self, bucket: BucketState, index: int) -> bool:
         """A full gradient is in its accumulator. True when it was the unit's last."""
         param = bucket.params[index]
@@ -667,7 +274,9 @@ class Unit:
 
     @property
     def has_unreduced(self) -> bool:
-        """Gradients were put into a reduction that was not issued, or partial ones wait for a sync."""
+        """Gradients were put into a reduction that was not issued, or partial ones wait for a
+        sync.
+        """
         return any(g.buffer is not None or g.has_partial for g in self.grads)
 
     def issue_reductions(self) -> list[Reduction]:
@@ -682,7 +291,9 @@ class Unit:
         return reductions
 
     def settle_partials(self) -> None:
-        """Reduce partial gradients now, because somebody reads them (clipping, a step inside `no_sync`)."""
+        """Reduce partial gradients now, because somebody reads them (clipping, a step inside
+        `no_sync`).
+        """
         self.wire.enter("settle", self.name)
         with torch.no_grad():
             reductions = []
