@@ -23,6 +23,10 @@ class Ranks:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self._cause: Exception | None = None
+        # The error that every rank raises now, and the rank that should report it.
+        self.agreed_error: Exception | None = None
+        self.reporter = 0
 
     def on_rank0(self, action: Callable[[], _T]) -> _T:
         """Runs on rank 0; its result, or its error, reaches every rank."""
@@ -37,8 +41,7 @@ class Ranks:
         return self._results(box)
 
     def on_each(self, action: Callable[[], _T]) -> _T:
-        """Runs on every rank and returns the rank's own result; an error of one is raised on
-        all."""
+        """Runs on every rank, returns the rank's own result; one's error is raised on all."""
         result, error = self._attempt(action)
         box: list[Any] = [None] * self.world_size
         dist.all_gather_object(box, (None, error), group=self.group)
@@ -58,14 +61,18 @@ class Ranks:
         except ShardwiseError as error:
             return None, error
         except Exception as error:  # noqa: BLE001 - sent on, not swallowed
-            # Other exceptions need not pickle; their rank re-raises the text with the cause
-            # attached.
+            # It need not pickle: the text travels, and the rank itself adds the cause.
             text = f"rank {self.rank}: {type(error).__name__}: {error}"
             self._cause = error
             return None, RuntimeError(text)
 
     def _results(self, box: list[tuple[Any, Exception | None]]) -> list[Any]:
-        for _, error in box:
+        for rank, (_, error) in enumerate(box):
             if error is not None:
-                raise error from self.__dict__.pop("_cause", None)
+                raise self.agreed(error, rank) from self._cause
         return [value for value, _ in box]
+
+    def agreed(self, error: Exception, reporter: int = 0) -> Exception:
+        """Marks an error that every rank raises at this point; `reporter` is to show it."""
+        self.agreed_error, self.reporter = error, reporter
+        return error

@@ -28,7 +28,7 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
     written."""
     config = loaded.config
     for key, text in world_problems(config, ranks.world_size):
-        raise loaded.error(key, text)
+        raise ranks.agreed(loaded.error(key, text))
     run_dir = RunDir(config)
     try:
         ranks.on_rank0(run_dir.check)

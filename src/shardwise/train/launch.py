@@ -28,6 +28,7 @@ from shardwise.train.run_dir import RunDir, finished
 from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
 _DEFAULT_CPU_RANKS = 2
+_EXIT_OTHER_RANK = 3  # worker.EXIT_OTHER_RANK, without importing torch
 
 
 def launch(loaded: LoadedConfig, arguments: Sequence[str], nproc: int | None, port: int) -> int:
@@ -43,9 +44,8 @@ def launch(loaded: LoadedConfig, arguments: Sequence[str], nproc: int | None, po
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         stop_file = Path(folder, "stop")
         _forward_signals(stop_file)
-        if nproc is None:
-            nproc = _default_ranks(loaded)
-            _check_world(loaded, nproc)
+        nproc = _resolve_ranks(loaded, nproc)
+        _check_world(loaded, nproc)
         os.environ[STOP_FILE_VARIABLE] = str(stop_file)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)))
@@ -80,9 +80,12 @@ def _run(command: list[str], nproc: int, port: int, stop_file: Path) -> int:
         return 2
     if stop_file.exists() and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGINT}:
         return 0  # asked to stop before the ranks could listen: there is nothing to save yet
-    first_rank, failure = failed.get_first_failure()
+    # The first to end, except those that say that another one failed.
+    by_time = sorted(failed.failures.items(), key=lambda item: item[1].timestamp)
+    causes = [(rank, f.exitcode) for rank, f in by_time if f.exitcode != _EXIT_OTHER_RANK]
+    rank, code = (causes or [(rank, f.exitcode) for rank, f in by_time])[0]
     print(
-        f"shardwise train: rank {first_rank} failed ({_describe_exit(failure.exitcode)}); "
+        f"shardwise train: rank {rank} failed ({_describe_exit(code)}); "
         "the other ranks were ended. Start again to continue from the last checkpoint",
         file=sys.stderr,
     )
@@ -125,13 +128,23 @@ def _check_port(port: int) -> None:
             ) from None
 
 
-def _default_ranks(loaded: LoadedConfig) -> int:
-    """All GPUs, else 2 ranks on CPU."""
-    if loaded.config.run.device == "cpu":
-        return _DEFAULT_CPU_RANKS
+def _resolve_ranks(loaded: LoadedConfig, nproc: int | None) -> int:
+    """As asked, but no more than there are GPUs; by default all GPUs, else 2 ranks on CPU."""
+    device = loaded.config.run.device
+    if device == "cpu":
+        return nproc or _DEFAULT_CPU_RANKS
     import torch
 
-    return torch.cuda.device_count() or _DEFAULT_CPU_RANKS
+    num_gpus = torch.cuda.device_count()
+    if device == "cuda" and not num_gpus:
+        raise loaded.error(
+            "run.device", "cuda is asked for, but torch sees no GPU; use auto or cpu"
+        )
+    if num_gpus and nproc is not None and nproc > num_gpus:
+        raise ConfigError(
+            f"--nproc: {nproc} ranks, but {num_gpus} GPUs; use fewer, or run.device cpu"
+        )
+    return nproc or num_gpus or _DEFAULT_CPU_RANKS
 
 
 def _num_cores() -> int:

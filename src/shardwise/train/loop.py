@@ -202,10 +202,11 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 
 def _check_finite(value: float, what: str, job: Job) -> None:
     if not math.isfinite(value):
-        raise TrainingError(
+        text = (
             f"step {job.step}: the {what} is {value}; the step was not taken. Start again from the "
             "last checkpoint with a lower optim.lr, or look at the data of this step"
         )
+        raise job.ranks.agreed(TrainingError(text))
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

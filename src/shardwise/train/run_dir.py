@@ -44,9 +44,9 @@ class RunDir:
             )
 
     def lock(self, patience_s: float = 5.0) -> None:
-        """Keeps other jobs out until `unlock` or the end of this process; a job that was just killed gets time to
-        die.
+        """Keeps other jobs out until `unlock` or the end of this process.
 
+        A job that was just killed gets `patience_s` to end.
         The directory itself is locked, so that a refused job leaves no file behind. File systems
         that cannot lock directories (some NFS) go unlocked.
         """

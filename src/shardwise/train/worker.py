@@ -1,7 +1,7 @@
 """One rank as a process: from the environment that torchrun sets to an exit code.
 
-Exit codes: 0 finished or stopped on request, 2 a user's mistake (one line on stderr), 1 anything
-else.
+Exit codes: 0 finished or stopped on request, 2 a user's mistake (one line on stderr), 3 another
+rank failed (so that the launcher can tell the cause from its consequences), 1 anything else.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.errors import ConfigError, ShardwiseError, TransportError
+from shardwise.errors import ConfigError, ShardwiseError, TrainingError, TransportError
 from shardwise.train.config import Config
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.job import train
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
+
+EXIT_ERROR, EXIT_USER, EXIT_OTHER_RANK = 1, 2, 3
 
 _PR_SET_PDEATHSIG = 1
 # What c10d and Gloo say on the ranks that did not fail themselves.
@@ -34,22 +36,29 @@ def run_rank(loaded: LoadedConfig, stop: StopRequest) -> int:
     """Runs this rank of the job and returns its exit code."""
     die_with_launcher()
     rank = int(os.environ["RANK"])
+    ranks: Ranks | None = None
     try:
         device = _device(loaded)
-        train(loaded, _join(device), device, stop)
+        ranks = _join(device)
+        train(loaded, ranks, device, stop)
         dist.destroy_process_group()
-    except ShardwiseError as error:
-        # Ranks agree on errors of configuration: one line is enough. Others may be one rank's own.
-        if rank == 0 or not isinstance(error, ConfigError):
-            _say(str(error), rank if not isinstance(error, ConfigError) else None)
-        return 2 if isinstance(error, ConfigError) else 1
     except BaseException as error:  # noqa: BLE001 - the process ends here
-        if _is_lost_peer(error):
-            _say("lost the connection to another rank, which has failed", rank)
-        else:
-            _say(f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}", rank)
-        return 1
+        return _report(error, rank, ranks)
     return 0
+
+
+def _report(error: BaseException, rank: int, ranks: Ranks | None) -> int:
+    """Says once what happened, in a line if it was foreseen; returns the exit code."""
+    if _is_lost_peer(error):
+        _say(f"another rank has failed: {_first_line(error)}", rank)
+        return EXIT_OTHER_RANK
+    agreed = ranks is not None and ranks.agreed_error is error
+    if ranks is None or not agreed or rank == ranks.reporter:
+        text = str(error)
+        if not isinstance(error, ShardwiseError):
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
+        _say(text, None if agreed else rank)
+    return EXIT_USER if isinstance(error, ConfigError) else EXIT_ERROR
 
 
 def exit_now(code: int) -> None:
@@ -60,8 +69,7 @@ def exit_now(code: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """Ends this process when `shardwise train`, which started it, is killed: a rank must not live
-    on."""
+    """Ends this process when `shardwise train`, which started it, is killed: no rank lives on."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
@@ -107,14 +115,18 @@ def _join(device: torch.device) -> Ranks:
         dist.init_process_group(backend, **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "in use" not in str(error):
-            raise TransportError(f"cannot join the job: {_first_line(error)}") from error
+            raise TrainingError(f"cannot join the job: {_first_line(error)}") from error
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
             f"MASTER_PORT: {address} is in use by another process; choose a free port"
         ) from error
     except ValueError as error:  # a variable of the environment is missing
         raise ConfigError(f"cannot join the job: {_first_line(error)}") from error
-    return Ranks(dist.new_group(backend="gloo") if device.type != "cpu" else None)
+    if device.type == "cpu":
+        return Ranks()
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return Ranks(group)
 
 
 def _first_line(error: BaseException) -> str:
@@ -123,6 +135,8 @@ def _first_line(error: BaseException) -> str:
 
 def _is_lost_peer(error: BaseException) -> bool:
     text = str(error).lower()
+    if isinstance(error, TransportError):
+        return True
     return isinstance(error, RuntimeError) and any(part in text for part in _LOST_PEER)
 
 

@@ -1,0 +1,93 @@
+"""The command line without a job: help, version, mistakes; one line on stderr, nothing written."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.cli import main
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "-h"]]
+)
+def test_help_needs_neither_torch_nor_numpy(arguments):
+    """Which is what keeps it fast: each costs more than all the rest."""
+    code = (
+        "import sys; from shardwise.cli import main; code = main(sys.argv[1:]); "
+        "found = {'torch', 'numpy', 'matplotlib'} & set(sys.modules); assert not found, found; "
+        "sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert not done.stderr
+
+
+def test_help_shows_every_key(capsys):
+    from shardwise.train.config import Config
+    from shardwise.train.config_file import config_as_dict
+
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for section, keys in config_as_dict(Config()).items():
+        for key in keys:
+            assert f"--{section}.{key} " in text
+    assert "--nproc N" in text
+
+
+def test_help_of_the_command_lists_commands_that_exist(capsys):
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert "train" in text
+    assert "plan" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "shardwise: trian: unknown command; did you mean train?"),
+        (["--verbose"], "shardwise: --verbose: unknown command"),
+        (["train", "none.toml"], "shardwise train: none.toml: no such file"),
+        (["train", "--train.stepz", "3"], "--train.stepz: unknown key; did you mean train.steps?"),
+        (["train", "--train.steps", "x"], "--train.steps: expected a whole number"),
+        (["train", "--nproc", "3"], "train.global_batch: 32 is not a multiple of 3 ranks"),
+        (["train", "--nproc", "2", "--mesh.replicate", "4"], "4 replicas cannot share 2 ranks"),
+        (["train", "--run.dir", "file/run"], "run.dir: "),
+        (["train", "--port", "{port}"], "--port: {port} cannot be used"),
+    ],
+)
+def test_mistakes(arguments, expected, tmp_path, monkeypatch, capsys):
+    import socket
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main([a.replace("{port}", port) for a in arguments]) == 2
+    shown = capsys.readouterr()
+    assert expected.replace("{port}", port) in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_closed_pipe_is_no_traceback():
+    done = subprocess.run(
+        f"{sys.executable} -m shardwise.cli train --help | head -1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "usage: shardwise train" in done.stdout
+    assert not done.stderr
