@@ -1,7 +1,7 @@
 """Layout of a bucket: where every parameter lies in the shard buffer and in the gathered buffer.
 
-    shard buffer of rank r  | w1[r] ..pad | w2[r] ..pad | b[r] ..pad | ..pad to chunk |  stored dtype
-    gathered buffer         | w1 whole ..pad | w2 whole ..pad | b whole ..pad         |  gather dtype
+    shard buffer     | w1[r] ..pad | w2[r] ..pad | b[r] ..pad | ..pad to chunk |   stored dtype
+    gathered buffer  | w1 whole ..pad | w2 whole ..pad | b whole ..pad         |   gather dtype
 
 The gathered buffer is parameter-major: every parameter is whole and contiguous in it. Offsets are
 multiples of `ALIGN` elements, so that a rank's part starts where vector units like it and cuts of

@@ -1,0 +1,50 @@
+"""Which transport a mesh gets, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from axes import alone
+
+from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.choose import explain_choice, open_transport
+from shardwise.comm.fake import FakeTransport
+from shardwise.comm.transport import Axis
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ONE = (alone("shard", 0), alone("replicate", 0))
+MANY = (Axis("shard", (0, 1), 0, None), alone("replicate", 0))
+
+
+def test_names() -> None:
+    assert isinstance(open_transport("c10d", *MANY, CPU), C10dTransport)
+    assert isinstance(open_transport("fake", *MANY, CPU), FakeTransport)
+    assert explain_choice("fake", *MANY, CPU) == "fake: asked for by name"
+
+
+def test_auto_takes_process_groups_for_devices_and_for_one_rank() -> None:
+    assert isinstance(open_transport("auto", *MANY, GPU), C10dTransport)
+    assert "parameters live on cuda" in explain_choice("auto", *MANY, GPU)
+    assert isinstance(open_transport("auto", *ONE, CPU), C10dTransport)
+    assert "one rank has nobody to share with" in explain_choice("auto", *ONE, CPU)
+
+
+def test_a_users_transport_is_passed_through() -> None:
+    mine = FakeTransport(*MANY)
+    assert open_transport(mine, *MANY, CPU) is mine
+    assert explain_choice(mine, *MANY, CPU) == "fake: the transport object that was passed"
+
+
+@pytest.mark.parametrize("wrong", [FakeTransport, 3, None])
+def test_what_is_no_transport_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match="an object with the methods of"):
+        open_transport(wrong, *MANY, CPU)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [("c10", "did you mean 'c10d'"), ("sharedmemory", "'shared_memory'"), ("x", "choose one of")],
+)
+def test_unknown_names_get_the_nearest(wrong: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=hint):
+        open_transport(wrong, *MANY, CPU)
