@@ -7,9 +7,9 @@ import time
 
 import torch
 from axes import alone, hybrid_axes, shard_axis
+
 from layouts import fill_shard, gathered, random_bucket, random_whole
 from ranks import on_ranks
-
 from shardwise.comm.c10d import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.transport import Bucket, Position, Transport
@@ -137,3 +137,95 @@ def pause(rng: random.Random) -> None:
     """Now and then a delay: most are shorter than the polls last, some let the peers fall asleep."""
     if rng.random() < 0.3:
         time.sleep(rng.choice((0.0, 0.0001, 0.002)))
+
+
+class Writer:
+    """Buckets whose shards all hold one number, the version; every write makes the next version."""
+
+    def __init__(self, transport: SharedMemoryTransport, rng: random.Random, rank: int, world: int):
+        self.transport, self.rank, self.version = transport, rank, 0
+        self.layouts = [random_bucket(rng, world) for _ in range(5)]
+        self.buckets = [transport.attach(f"u[{i}]", x, CPU) for i, x in enumerate(self.layouts)]
+        self.outs = [torch.empty(x.full_numel) for x in self.layouts]
+        self.write()
+
+    def write(self) -> None:
+        """In place, as an optimizer does, at once for all buckets."""
+        self.version += 1
+        for bucket in self.buckets:
+            bucket.buffer.fill_(self.version)
+
+    def gather_and_check(self, index: int) -> None:
+        bucket, out = self.buckets[index], self.outs[index]
+        out.untyped_storage().resize_(out.numel() * out.itemsize)
+        self.transport.gather(bucket, bucket.buffer, out).wait()
+        for tensor in gathered(out, bucket.layout):
+            assert (tensor == self.version).all(), (tensor.unique(), self.version)
+        out.untyped_storage().resize_(0)
+
+
+@on_ranks(2, 3, 4)
+def test_every_gather_sees_one_version(rank: int, world: int) -> None:
+    """Thousands of gathers and reductions with delays, and a write straight after every engine call.
+
+    Some ranks leave buckets out of the reduction, and each has its own order.
+    """
+    shared, _ = transports(rank, world)
+    same, own = random.Random(17), random.Random(50 + rank)
+    writer = Writer(shared, same, rank, world)
+    reduces = [layout_reduce(layout) for layout in writer.layouts]
+    trainable, num_slots = [i for i, layout in enumerate(reduces) if layout.indices], 0
+    for step in range(250):
+        training = same.random() < 0.7
+        shared.enter(at(step))
+        for index in range(len(writer.buckets)):
+            pause(own)
+            writer.gather_and_check(index)
+        shared.leave(at(step))
+        if same.random() < 0.5:
+            writer.write()
+        if not training:
+            continue
+        pause(own)
+        shared.enter(at(step, "backward"))
+        used = [same.sample(trainable, same.randint(0, len(trainable))) for _ in range(world)]
+        own.shuffle(used[rank])
+        handles = []
+        for index in used[rank]:
+            pause(own)
+            writer.gather_and_check(index)
+            handles.append(reduced(shared, writer, reduces, index, float(rank + step)))
+        while missing := shared.missing(at(step, "backward")):
+            for bucket in missing:
+                index = next(i for i, b in enumerate(writer.buckets) if b is bucket)
+                assert index not in used[rank]
+                handles.append(reduced(shared, writer, reduces, index, None))
+        for handle, _, _ in handles:
+            handle.wait()
+        shared.leave(at(step, "backward"))
+        assert sorted(i for _, i, _ in handles) == sorted({i for some in used for i in some})
+        for _, index, out in handles:
+            ranks = [r for r in range(world) if index in used[r]]
+            data, counts = out.split(
+                [reduces[index].counts_offset, out.numel() - reduces[index].counts_offset]
+            )
+            n = reduces[index].data_numel(rank)
+            assert (data[:n] == sum(r + step for r in ranks)).all()
+            assert (counts == len(ranks)).all()
+        if same.random() < 0.8:
+            writer.write()
+        if step <= 150:
+            num_slots = len(shared._mail.pool.slots)
+    # Orders change all the time here, so the pool may have grown: never beyond what one phase needs.
+    assert len(shared._mail.pool.slots) <= max(num_slots, 5)
+
+
+def reduced(shared, writer: Writer, reduces, index: int, value: float | None):
+    """Reduce a bucket whose gradients are all `value`, None: of which this rank has none."""
+    bucket, layout = writer.buckets[index], reduces[index]
+    out = torch.full((layout.chunk_numel,), 77.0)
+    grads = shared.grad_buffer(bucket, layout, out)
+    if value is not None:
+        for i, param in enumerate(layout.params):
+            grads.put(i, torch.full(param.spec.shape, value))
+    return shared.reduce(bucket, grads, out, 1.0), index, out

@@ -29,7 +29,7 @@ from shardwise.comm.shared_memory.arena import Arena, Mapping
 from shardwise.comm.shared_memory.control import HEAD_BYTES, Control
 from shardwise.comm.transport import Axis
 
-_SOCKET_LIMIT_S = 20.0
+_SOCKET_LIMIT_S = 5.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -70,7 +70,7 @@ def open_access(shard: Axis, replicate: Axis) -> Access | str:
             f"rank {c.rank} on boot {c.boot_id[:8]}" for c in cards
         )
     reason = ""
-    for opener in (_open_by_proc, _open_by_socket):
+    for opener in _OPENERS:
         mappings, trouble = _try(opener, cards, rank, arena)
         verdicts = sorted(exchange(shard, replicate, (rank, trouble)))
         failed = [f"rank {r}: {text}" for r, text in verdicts if text]
@@ -220,3 +220,6 @@ def _call(peer: Card) -> socket.socket:
 def _address(card: Card) -> str:
     """An abstract address: no file that a killed rank would leave behind."""
     return f"\0shardwise-{card.rank}-{card.nonce.hex()}"
+
+
+_OPENERS = (_open_by_proc, _open_by_socket)

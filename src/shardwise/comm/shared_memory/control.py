@@ -125,7 +125,7 @@ class Control:
 class Record:
     """One bucket in a rank's directory."""
 
-    __slots__ = ("_bytes", "_words", "_start")
+    __slots__ = ("_bytes", "_start", "_words")
 
     def __init__(self, control: Control, key: int) -> None:
         if key >= _MAX_RECORDS:

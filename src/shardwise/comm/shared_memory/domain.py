@@ -121,23 +121,24 @@ class Domain:
 
     def entry_fence(self) -> None:
         """Wait until all ranks are in this phase, and at the same position."""
+        phase = self._phase("a gather or reduction")
         if self._all_entered:
             return
-        phase = self._phase("a gather")
         self.wait(
             lambda: all(self.controls[i].entered >= phase for i in self.others),
             lambda i: self.controls[i].entered < phase,
             "to enter the same phase",
         )
-        self.check_abandoned()
+        # Positions first: they stand until this rank leaves, and are the better error.
         for i in self.others:
             if self.controls[i].position != self.own.position:
-                self.check_abandoned()
                 raise DivergenceError(
                     f"rank {self.ranks[self.me]} is at {self.own.text}, rank {self.ranks[i]} at "
-                    f"{self.controls[i].text}: all ranks of a mesh must run the same forwards and backwards "
-                    "in the same order. Look for a branch that depends on the rank or on local data."
+                    f"{self.controls[i].text}: all ranks of a mesh must run the same forwards and "
+                    "backwards in the same order. Look for a branch that depends on the rank or on "
+                    "local data."
                 )
+        self.check_abandoned()
         self._all_entered = True
 
     def leave(self) -> None:

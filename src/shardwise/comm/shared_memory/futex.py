@@ -60,7 +60,7 @@ class _Timespec(ctypes.Structure):
 class Doorbell:
     """The futex word at `address`; `word` reads it."""
 
-    __slots__ = ("_address", "_ring_arguments", "_wait_number", "_words", "_index")
+    __slots__ = ("_address", "_index", "_ring_arguments", "_wait_number", "_words")
 
     def __init__(self, words: memoryview, index: int, address: int) -> None:
         # The upper half of the 8-byte word stays zero, so reading all of it gives the futex value.

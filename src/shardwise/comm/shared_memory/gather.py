@@ -28,6 +28,7 @@ class Shards:
     key: int
     fingerprint: int
     indices: tuple[int, ...]  # of the shard axis' ranks in the domain
+    address: int = 0  # of the buffer that peers read
     records: tuple[Record, ...] = ()  # the peers', once checked
     plans: dict[int, tuple[weakref.ref[torch.Tensor], CopyPlan]] = field(default_factory=dict)
 

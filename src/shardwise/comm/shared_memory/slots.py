@@ -95,11 +95,12 @@ class SlotView:
 class Slot(SlotView):
     """A slot of this rank's own pool. States: free, open (being filled), posted."""
 
-    __slots__ = ("capacity_bytes", "holder", "posted_ticket", "readers")
+    __slots__ = ("capacity_bytes", "holder", "posted_ticket", "readers", "touched_bytes")
 
     def __init__(self, arena: Arena, offset: int, num_ranks: int, capacity_bytes: int) -> None:
         super().__init__(arena, offset, num_ranks)
         self.capacity_bytes = capacity_bytes
+        self.touched_bytes = 0  # so many have pages
         self.holder: object | None = None  # who fills it
         self.posted_ticket = 0
         self.readers: tuple[int, ...] = ()
@@ -152,6 +153,7 @@ class SlotPool:
             )
             slot = found[0]
         slot.holder = holder
+        slot.touched_bytes = max(slot.touched_bytes, size)
         return slot
 
     def free_all(self) -> None:
@@ -170,11 +172,15 @@ class SlotPool:
 
     def _take(self, size: int) -> Slot | None:
         free = [slot for slot in self.slots if slot.is_free]
-        for slot in free:
-            if slot.capacity_bytes >= size:
-                return slot
         if not free:
             return None
+        large = [slot for slot in free if slot.capacity_bytes >= size]
+        if large:
+            # The smallest warm one that fits, else the one that lacks the fewest pages.
+            warm = [slot for slot in large if slot.touched_bytes >= size]
+            if warm:
+                return min(warm, key=lambda slot: slot.touched_bytes)
+            return max(large, key=lambda slot: slot.touched_bytes)
         # Too small: one that is as large as the largest reduction so far takes its place.
         self.slots.remove(free[0])
         self._arena.release(free[0].offset, free[0].capacity_bytes)

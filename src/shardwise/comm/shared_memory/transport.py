@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from shardwise.comm.shared_memory.control import hash_of
-from shardwise.comm.shared_memory.domain import Domain, domain_of
+from shardwise.comm.shared_memory.domain import domain_of
 from shardwise.comm.shared_memory.gather import (
     Shards,
     check_still_there,
@@ -89,7 +89,7 @@ class SharedMemoryTransport:
         record.publish(name, offset, layout.shard_bytes, fingerprint)
         bucket = Bucket(name, layout, self._shard, self._replicate, buffer)
         indices = tuple(domain.ranks.index(r) for r in self._shard.ranks)
-        bucket.private["shards"] = Shards(key, fingerprint, indices)
+        bucket.private["shards"] = Shards(key, fingerprint, indices, buffer.data_ptr())
         domain.buckets[key] = bucket
         return bucket
 
@@ -98,12 +98,12 @@ class SharedMemoryTransport:
             if shard.data_ptr() != out.data_ptr():
                 make_plan(bucket.layout, [shard], out).run()
             return DONE
-        if shard.data_ptr() != bucket.buffer.data_ptr():
+        domain, shards = self._domain, bucket.private["shards"]
+        if shard.data_ptr() != shards.address:
             raise TransportError(
                 f"{bucket.name}: shared memory gathers from the bucket's own buffer, which peers can read; "
                 "found another tensor. Write to the buffer, or use transport='c10d'."
             )
-        domain, shards = self._domain, bucket.private["shards"]
         domain.own.at = shards.key + 1
         domain.entry_fence()
         plan_for(domain, bucket, shards, out).run()
