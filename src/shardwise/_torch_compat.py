@@ -47,14 +47,14 @@ def in_functorch_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def spec_of(tensor: DTensor) -> Any:
+def spec_of(tensor: Any) -> Any:
     """The `DTensorSpec` of a DTensor. Passing it on makes a new DTensor in 3 us; `from_local`
     takes 22 us.
     """
     return tensor._spec
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
+def local_of(tensor: Any) -> torch.Tensor:
     """The stored part, without the autograd node that `to_local()` adds."""
     return tensor._local_tensor
 

@@ -17,7 +17,7 @@ from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Transport
 from shardwise.engine.build import Plan, find_params, move_buffers
 from shardwise.engine.context import Context
-from shardwise.engine.mesh import resolve_mesh, strategy_for
+from shardwise.engine.mesh import regrouped_strategy, resolve_mesh, strategy_for
 from shardwise.engine.module import FSDPModule, ModuleState, swap_class
 from shardwise.engine.streams import streams_for
 from shardwise.engine.unit import Unit
@@ -64,6 +64,8 @@ def fully_shard(
     num_dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
     chosen = strategy_for(strategy, num_dims, reshard_after_forward)
     shard_mesh = resolve_mesh(mesh, chosen)
+    if chosen.forward_world:
+        chosen = regrouped_strategy(chosen, shard_mesh)
     plan = Plan(
         mesh=shard_mesh,
         transport=open_transport(
@@ -72,6 +74,7 @@ def fully_shard(
         policy=_policy(mp_policy),
         strategy=chosen,
         offload=hasattr(offload_policy, "pin_memory"),
+        transport_name=transport,
     )
     ignored = frozenset(id(p) for p in ignored_params or ())
     found = find_params(modules, set(ignored), _placement_reader(shard_placement_fn), _is_sharded)

@@ -122,14 +122,18 @@ class BucketState:
         if self.aliases:
             self.set_gathered_versions()
             return DONE
-        if self.storage.nbytes() == 0:
-            self.storage.resize_(self.layout.full_bytes)
+        self.open_storage()
         shard = self.bucket.buffer
         if self.offload:
             shard = shard.to(self.mesh.device, non_blocking=True)
         handle = self.transport.gather(self.bucket, shard, self.out)
         self.set_gathered_versions()
         return handle
+
+    def open_storage(self) -> None:
+        """Memory for the full parameters; what is in it is undefined until a gather fills it."""
+        if self.storage.nbytes() == 0:
+            self.storage.resize_(self.layout.full_bytes)
 
     def release(self) -> None:
         """Empty the gathered storage. Full parameters must not be read until the next gather."""
@@ -161,7 +165,11 @@ class BucketState:
         for param in self.params:
             for parameters, name in param.slots:
                 held = parameters.get(name)
-                if held is not param.sharded and (held is not param.full or held is None):
+                if held is None or (
+                    held is not param.sharded
+                    and held is not param.full
+                    and held is not param.between
+                ):
                     return False
         return True
 

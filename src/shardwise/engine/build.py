@@ -9,19 +9,26 @@ whether it is a plain tensor, a shard, or on the meta device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of
+from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Transport
 from shardwise.engine.bucket import BucketState
-from shardwise.engine.mesh import ShardMesh
+from shardwise.engine.mesh import ShardMesh, resolve_mesh
 from shardwise.engine.param import ShardedParam, Slot
 from shardwise.engine.shard_tensor import Mark, ShardTensor
-from shardwise.layout import MixedPrecisionPolicy, ParamSpec, Strategy, layout_unit
+from shardwise.layout import (
+    MixedPrecisionPolicy,
+    ParamSpec,
+    Strategy,
+    layout_unit,
+    strategy_named,
+)
 
 
 @dataclass(slots=True)
@@ -45,6 +52,16 @@ class Plan:
     policy: MixedPrecisionPolicy
     strategy: Strategy
     offload: bool
+    transport_name: str | Transport = "auto"
+
+    def for_scalars(self) -> Plan:
+        """Parameters without dims cannot be cut: every rank holds them, gradients are averaged."""
+        mesh = resolve_mesh(self.mesh.mesh, strategy_named("no_shard"))
+        return replace(self, mesh=mesh, transport=self.open(mesh))
+
+    def open(self, mesh: ShardMesh) -> Transport:
+        """The transport of the same kind on another mesh."""
+        return open_transport(self.transport_name, mesh.shard, mesh.replicate, mesh.device)
 
 
 def find_params(
@@ -89,15 +106,19 @@ def _check_param(name: str, param: nn.Parameter) -> None:
             f"fully_shard "
             "before other parallelisms are applied, or leave it out with ignored_params"
         )
-    if param.ndim == 0:
-        raise ValueError(
-            f"{name}: a parameter without dims cannot be sharded. "
-            f"Change {name} to a 1D tensor with numel equal to 1."
-        )
 
 
 def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
     """Lay out, allocate, move, register."""
+    scalars = [f for f in found if f.param.ndim == 0]
+    buckets = _buckets_on(unit_name, [f for f in found if f.param.ndim], plan, mark)
+    if scalars:
+        buckets += _buckets_on(unit_name, scalars, plan.for_scalars(), mark)
+    return buckets
+
+
+def _buckets_on(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
+    """The buckets of parameters that share a mesh."""
     specs = [
         ParamSpec(f.name, tuple(f.param.shape), f.param.dtype, f.param.requires_grad, f.shard_dim)
         for f in found
@@ -113,13 +134,13 @@ def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) ->
     )
     by_name = {f.name: f for f in found}
     buckets = []
-    for index, bucket_layout in enumerate(layout.buckets):
+    for bucket_layout in layout.buckets:
         members = [by_name[p.name] for p in bucket_layout.params]
         params = [
             ShardedParam(f.name, p, f.slots, mesh, mark)
             for f, p in zip(members, bucket_layout.params, strict=True)
         ]
-        label = f"{unit_name}:{members[0].name}[{index}]"
+        label = f"{unit_name}:{members[0].name}"
         bucket = BucketState(label, bucket_layout, params, mesh, plan.transport, mark, plan.offload)
         fill_bucket(bucket, [f.param for f in members])
         buckets.append(bucket)
@@ -161,6 +182,8 @@ def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tens
                 f"one it replaces"
             )
         return local.detach()
+    if origin.ndim == 0:
+        return origin.detach()
     return origin.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
 
 

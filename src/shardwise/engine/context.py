@@ -21,7 +21,7 @@ from shardwise._torch_compat import graph_task
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.unit import Unit
-from shardwise.engine.wire import Wire
+from shardwise.engine.wire import Wire, enter_all, leave_all
 from shardwise.events import EventLog
 
 
@@ -49,7 +49,7 @@ class Context:
 
     def wires(self) -> list[Wire]:
         """The wires of all units, each once, in an order that is the same on all ranks."""
-        return list({id(u.wire): u.wire for u in self.units}.values())
+        return list(dict.fromkeys(wire for u in self.units for wire in u.wires))
 
     def note(self, code: str, unit: Unit) -> None:
         if self.log is not None:
@@ -101,22 +101,20 @@ class Context:
         kept = [
             u for u in self.units if u.keeps_between_steps and u.is_held and u.mesh.shard.size > 1
         ]
-        for wire in {id(u.wire): u.wire for u in kept}.values():
-            units = [u for u in kept if u.wire is wire]
-            agreed = wire.transport.agree([u.gathered_at != u.mark.count for u in units])
+        for transport in dict.fromkeys(u.transport for u in kept):
+            units = [u for u in kept if u.transport is transport]
+            agreed = transport.agree([u.gathered_at != u.mark.count for u in units])
             for unit, stale in zip(units, agreed, strict=True):
                 unit.is_stale = stale
 
     # -- phases ----------------------------------------------------------------------------------
     def _enter(self, phase: str, name: str) -> None:
         self._entered = self.wires()
-        for wire in self._entered:
-            wire.enter(phase, name)
+        enter_all(self._entered, phase, name)
 
     def _leave(self, phase: str, name: str) -> None:
         entered, self._entered = self._entered, []
-        for wire in entered:
-            wire.leave(phase, name)
+        leave_all(entered, phase, name)
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""

@@ -50,7 +50,7 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed; install one that has it")
     device_type = (
-        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+        accelerator.type if (accelerator := torch.accelerator.current_accelerator()) else "cpu"
     )
     if not dist.is_initialized():
         dist.init_process_group()
@@ -136,3 +136,16 @@ def with_reshard(strategy: Strategy, reshard_after_forward: bool | int | None) -
     if reshard_after_forward is False:
         return strategy.with_lifetime(Lifetime.PASS)
     return strategy.with_lifetime(Lifetime.USE, forward_world=int(reshard_after_forward))
+
+
+def regrouped_strategy(strategy: Strategy, mesh: ShardMesh) -> Strategy:
+    """`forward_world` checked against the mesh; its extremes are the plain settings."""
+    world = strategy.forward_world
+    if world < 1 or mesh.shard.size % world:
+        raise ValueError(
+            f"reshard_after_forward={world} must be a factor of the {mesh.shard.size} ranks of "
+            f"axis {mesh.shard.name!r}; choose one, or True or False"
+        )
+    if world == 1:
+        return strategy.with_lifetime(Lifetime.PASS)
+    return strategy.with_lifetime(Lifetime.USE, 0 if world == mesh.shard.size else world)

@@ -28,6 +28,7 @@ class ShardedParam:
     """See the module docstring. `slots` has more than one entry for tied parameters."""
 
     __slots__ = (
+        "between",
         "full",
         "layout",
         "mark",
@@ -49,6 +50,7 @@ class ShardedParam:
         self.mark = mark
         self.sharded: nn.Parameter = None  # type: ignore[assignment]  # set by make_sharded
         self.full: nn.Parameter = None  # type: ignore[assignment]  # set by the bucket
+        self.between: nn.Parameter | None = None  # over a smaller world, see `regroup`
         self.partial: torch.Tensor | None = None
         self.partial_grad: ShardTensor | None = None
 
@@ -57,14 +59,9 @@ class ShardedParam:
         """A new registered parameter over `local`, with the attributes and hooks of the one it
         replaces.
         """
-        shape = torch.Size(self.layout.spec.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        placements = self.mesh.placements(self.layout.spec.shard_dim)
-        plain = DTensor.from_local(
-            local.detach(), self.mesh.mesh, placements, run_check=False, shape=shape, stride=stride
+        self.sharded = make_parameter(
+            local, self.layout, self.mesh, self.name, self.mark, origin.requires_grad
         )
-        tensor = ShardTensor(local.detach(), spec_of(plain), mark=self.mark, name=self.name)
-        self.sharded = nn.Parameter(tensor, requires_grad=origin.requires_grad)
         for key, value in vars(origin).items():
             if not hasattr(self.sharded, key):
                 setattr(self.sharded, key, value)
@@ -159,3 +156,26 @@ class ShardedParam:
             if replaced is not None:
                 grad = replaced
         return local_of(grad) if isinstance(grad, DTensor) else grad
+
+
+def make_parameter(
+    local: torch.Tensor,
+    layout: ParamLayout,
+    mesh: ShardMesh,
+    name: str,
+    mark: Mark | None,
+    requires_grad: bool = False,
+) -> nn.Parameter:
+    """A parameter over a `ShardTensor` with `local` as this rank's part."""
+    shape = torch.Size(layout.spec.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    plain = DTensor.from_local(
+        local.detach(),
+        mesh.mesh,
+        mesh.placements(layout.spec.shard_dim),
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
+    tensor = ShardTensor(local.detach(), spec_of(plain), mark=mark, name=name)
+    return nn.Parameter(tensor, requires_grad=requires_grad)

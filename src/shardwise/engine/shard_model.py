@@ -99,8 +99,10 @@ def choose_units(model: nn.Module, unit: str | int | Sequence[str] = "auto") -> 
         size = parse_size(unit)
         if size is not None:
             return _by_bytes(model, size)
-        unit = [unit]
-    return _by_names(model, unit)
+        return _by_names(model, [unit])
+    if isinstance(unit, int):
+        raise ValueError(f"unit: expected 'auto', names or a size, found {unit!r}")
+    return _by_names(model, list(unit))
 
 
 def parse_size(text: str) -> int | None:

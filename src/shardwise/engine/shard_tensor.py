@@ -97,6 +97,8 @@ class ShardTensor(DTensor):
             pass
         else:
             _settle(args)
+        if info.writes:
+            _finish_partial(info, args)
         if info.elementwise and rules.same_layout(args):
             result = _run_local(func, info, args, kwargs)
         else:
@@ -266,6 +268,17 @@ def _mixed_text(func: Any, originals: dict[int, ShardTensor]) -> str:
         "before; to compute with "
         "sharded tensors, make the other operand a DTensor too"
     )
+
+
+def _finish_partial(info: rules.OpInfo, args: Any) -> None:
+    """A partial result that is written in place is finished before: a square is not that of
+    parts.
+    """
+    for position in info.writes:
+        target = args[position] if position < len(args) else None
+        if type(target) is ShardTensor and any(p.is_partial() for p in target.placements):
+            whole = target.redistribute(placements=[Replicate()] * target.device_mesh.ndim)
+            target._local_tensor, target._spec = local_of(whole), spec_of(whole)
 
 
 def _mark_written(info: rules.OpInfo, args: Any) -> None:

@@ -26,9 +26,10 @@ from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, build_buckets
 from shardwise.engine.gradients import BucketGrads, Reduction, mean_scale
 from shardwise.engine.param import ShardedParam
+from shardwise.engine.regroup import Regrouped, grouped_mesh
 from shardwise.engine.shard_tensor import Mark
 from shardwise.engine.streams import Streams
-from shardwise.engine.wire import Wire
+from shardwise.engine.wire import Wire, enter_all, leave_all
 from shardwise.layout import Lifetime
 
 if TYPE_CHECKING:
@@ -51,7 +52,6 @@ class Unit:
         self.plan = plan
         self.mesh = plan.mesh
         self.transport = plan.transport
-        self.wire = Wire.of(plan.transport)
         self.streams = streams
         self.policy = plan.policy
         self.strategy = strategy = plan.strategy
@@ -79,16 +79,24 @@ class Unit:
         self.gathered_at = -1
         self.in_double_backward = False
         self._handles: list[Handle] = []
-        self._event: Any = None
+        self._regrouped: Regrouped | None = None
         self._modules_run = 0
 
     def _build(self, found: list[Found]) -> None:
         self.buckets = build_buckets(self.name, found, self.plan, self.mark)
-        settle = weakref.WeakMethod(self.settle_partials)
-        self.grads = [BucketGrads(b, lambda: (call := settle()) and call()) for b in self.buckets]
+        ref = weakref.ref(self)
+        self.grads = [BucketGrads(b, lambda: _settle(ref)) for b in self.buckets]
         self._grads_of = {id(b): g for b, g in zip(self.buckets, self.grads, strict=True)}
         for bucket in self.buckets:
             bucket.unit = weakref.ref(self)
+
+    @property
+    def wires(self) -> list[Wire]:
+        """The wires that this unit's collectives go over."""
+        wires = [Wire.of(b.transport) for b in self.buckets] or [Wire.of(self.transport)]
+        if self._regrouped is not None:
+            wires.append(self._regrouped.wire)
+        return list(dict.fromkeys(wires))
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -116,7 +124,7 @@ class Unit:
         for param in self.params:
             parameters, key = param.slots[0]
             held = parameters[key]
-            current = param.sharded if held is param.full else held
+            current = param.sharded if held is param.full or held is param.between else held
             found.append(Found(param.name, current, param.slots, param.layout.spec.shard_dim))
         on_meta = {f.param.is_meta for f in found}
         if len(on_meta) > 1:
@@ -124,6 +132,7 @@ class Unit:
         if self.is_held:
             self.reshard()
         self.mark.count += 1
+        self._regrouped = None
         self._build(found)
 
     def materialize(self) -> None:
@@ -151,9 +160,16 @@ class Unit:
             self.wait_unshard()
         self.context.note("AG", self)
         with self.streams.lane("gather"):
-            self._handles = [b.gather() for b in self.buckets]
+            self._handles = self._gather()
         self.is_held, self.is_stale = True, False
         self.gathered_at = self.mark.count
+
+    def _gather(self) -> list[Handle]:
+        regrouped = self._regrouped
+        if regrouped is None or not regrouped.is_kept or graph_task() is None:
+            return [b.gather() for b in self.buckets]
+        rest = [b for b in self.buckets if b.layout.world == 1]
+        return regrouped.gather() + [b.gather() for b in rest]
 
     def wait_unshard(self) -> None:
         """From here on the compute stream may read the full parameters."""
@@ -187,13 +203,14 @@ class Unit:
 
     def reshard_for_state_dict(self) -> None:
         """State dicts show shards, whatever is gathered."""
-        if not self.keeps_between_steps and self.wire.depth == 0:
+        if not self.keeps_between_steps and self.wires[0].depth == 0:
             self.reshard()
 
     def start_user_unshard(self) -> None:
-        self.wire.enter("unshard", self.name)
+        wires = self.wires
+        enter_all(wires, "unshard", self.name)
         self.unshard()
-        self.wire.leave("unshard", self.name)
+        leave_all(wires, "unshard", self.name)
 
     def finish_user_unshard(self) -> None:
         self.wait_unshard()
@@ -229,7 +246,19 @@ class Unit:
         if self.keeps_between_steps:
             self.use_shards()
         elif self.releases_after_forward() or not torch.is_grad_enabled():
-            self.reshard()
+            if self.is_held and self.strategy.forward_world and torch.is_grad_enabled():
+                self._regroup()
+            else:
+                self.reshard()
+
+    def _regroup(self) -> None:
+        """Keep shards over a smaller world until the backward."""
+        if self._regrouped is None:
+            mesh = grouped_mesh(self.mesh, self.strategy.forward_world)
+            self._regrouped = Regrouped(self.buckets, mesh, self.plan.open(mesh))
+        self._regrouped.keep()
+        self.reshard()
+        self._regrouped.register()
 
     def releases_after_forward(self) -> bool:
         if self.root_rule:
@@ -246,6 +275,8 @@ class Unit:
         """The state after a backward."""
         if self.in_double_backward:
             return
+        if self._regrouped is not None:
+            self._regrouped.is_kept = False
         if self.keeps_between_steps:
             self.use_shards()
         elif self.reshard_after_backward:
@@ -270,7 +301,7 @@ class Unit:
         return False
 
     def scale(self, bucket: BucketState) -> Any:
-        return mean_scale(self.mesh.world, bucket.layout.reduce_dtype, self.divide_by)
+        return mean_scale(bucket.mesh.world, bucket.layout.reduce_dtype, self.divide_by)
 
     @property
     def has_unreduced(self) -> bool:
@@ -294,7 +325,7 @@ class Unit:
         """Reduce partial gradients now, because somebody reads them (clipping, a step inside
         `no_sync`).
         """
-        self.wire.enter("settle", self.name)
+        enter_all(self.wires, "settle", self.name)
         with torch.no_grad():
             reductions = []
             for bucket, grads in zip(self.buckets, self.grads, strict=True):
@@ -302,7 +333,7 @@ class Unit:
                     reductions.append(grads.issue(self.scale(bucket), True))
             for reduction in reductions:
                 reduction.finish(run_hooks=False)
-        self.wire.leave("settle", self.name)
+        leave_all(self.wires, "settle", self.name)
 
     def abandon(self) -> None:
         """An exception ended a pass: back to rest, without what it collected."""
@@ -312,10 +343,18 @@ class Unit:
             param.full.grad = None
         self._modules_run = 0
         self.in_double_backward = False
+        if self._regrouped is not None:
+            self._regrouped.is_kept = False
         if self.keeps_between_steps:
             self.use_shards()
         else:
             self.reshard()
+
+
+def _settle(ref: weakref.ref[Unit]) -> None:
+    unit = ref()
+    if unit is not None:
+        unit.settle_partials()
 
 
 def _arrived(bucket: BucketState, index: int) -> None:

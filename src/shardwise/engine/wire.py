@@ -9,6 +9,7 @@ outermost phase only. All units of a mesh share one wire.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 from shardwise.comm.transport import Position, Transport
 
@@ -54,3 +55,15 @@ class Wire:
         if self.depth:
             self.depth = 0
             self.transport.abandon()
+
+
+def enter_all(wires: Iterable[Wire], phase: str, unit: str) -> None:
+    """Control enters the engine on several transports."""
+    for wire in wires:
+        wire.enter(phase, unit)
+
+
+def leave_all(wires: Iterable[Wire], phase: str, unit: str) -> None:
+    """Control goes back to the user."""
+    for wire in wires:
+        wire.leave(phase, unit)
