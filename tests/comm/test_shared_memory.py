@@ -1,4 +1,7 @@
-"""The shared-memory transport against c10d: random gathers and reductions, versions, different orders."""
+"""The shared-memory transport against c10d:
+
+random gathers and reductions, versions, different orders.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +137,10 @@ def test_flags(rank: int, world: int) -> None:
 
 
 def pause(rng: random.Random) -> None:
-    """Now and then a delay: most are shorter than the polls last, some let the peers fall asleep."""
+    """Now and then a delay:
+
+    most are shorter than the polls last, some let the peers fall asleep.
+    """
     if rng.random() < 0.3:
         time.sleep(rng.choice((0.0, 0.0001, 0.002)))
 
@@ -166,7 +172,7 @@ class Writer:
 
 @on_ranks(2, 3, 4)
 def test_every_gather_sees_one_version(rank: int, world: int) -> None:
-    """Thousands of gathers and reductions with delays, and a write straight after every engine call.
+    """Thousands of gathers and reductions with delays, and a write straight after engine calls.
 
     Some ranks leave buckets out of the reduction, and each has its own order.
     """
@@ -216,7 +222,8 @@ def test_every_gather_sees_one_version(rank: int, world: int) -> None:
             writer.write()
         if step <= 150:
             num_slots = len(shared._mail.pool.slots)
-    # Orders change all the time here, so the pool may have grown: never beyond what one phase needs.
+    # Orders change all the time here, so the pool may have grown: never beyond what one phase
+    # needs.
     assert len(shared._mail.pool.slots) <= max(num_slots, 5)
 
 

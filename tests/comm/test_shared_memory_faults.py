@@ -1,4 +1,7 @@
-"""The shared-memory transport when things go wrong: exceptions, deaths, divergence, time; and what it holds."""
+"""The shared-memory transport when things go wrong:
+
+exceptions, deaths, divergence, time; and what it holds.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from axes import alone, hybrid_axes, shard_axis
-from ranks import announce, on_ranks, spawn_ranks
 from test_shared_memory import CPU, F32, at, gather
 
 import shardwise.comm.shared_memory.access as access_module
+from ranks import announce, on_ranks, spawn_ranks
 from shardwise.comm.shared_memory import SharedMemoryTransport, shared_memory_reason
 from shardwise.comm.shared_memory.domain import domain_of
 from shardwise.comm.shared_memory.futex import MemoryOrder
@@ -56,9 +59,12 @@ def reduce_ones(transport: SharedMemoryTransport, bucket: Bucket, value: float =
 # -- exceptions ------------------------------------------------------------------------------------
 @on_ranks(2, 3)
 def test_an_exception_on_one_rank_ends_the_phase_on_all(rank: int, world: int) -> None:
-    """Whatever the ranks do meanwhile, all leave a phase or all get an error; the next phase works."""
+    """Whatever the ranks do meanwhile, all leave a phase or all get an error;
+
+    the next phase works.
+    """
     transport, same = transport_of(rank, world), random.Random(23)
-    bucket, version, own = bucket_of(transport, 1000, world), 0, random.Random(rank)
+    bucket, own = bucket_of(transport, 1000, world), random.Random(rank)
     for step in range(120):
         culprits = {r for r in range(world) if same.random() < 0.3}
         moment = same.choice(("before", "between", "after"))
@@ -70,7 +76,7 @@ def test_an_exception_on_one_rank_ends_the_phase_on_all(rank: int, world: int) -
                 raise KeyError("mine")
             if own.random() < 0.3:
                 time.sleep(0.002)
-            assert (gather(transport, bucket)[:1000] == version).all()
+            assert (gather(transport, bucket)[:1000] == step).all()
             if rank in culprits and moment == "between":
                 raise KeyError("mine")
             if phase == "backward":
@@ -87,8 +93,7 @@ def test_an_exception_on_one_rank_ends_the_phase_on_all(rank: int, world: int) -
             transport.abandon()
             transport.abandon()
         assert failed == bool(culprits)
-        version += 1
-        bucket.buffer.fill_(version)
+        bucket.buffer.fill_(step + 1)
 
 
 @on_ranks(2)
@@ -127,7 +132,9 @@ def test_calls_at_the_wrong_moment(rank: int, world: int) -> None:
         transport.enter(at(3, unit="other"))
     with pytest.raises(TransportError, match="gathers from the bucket's own buffer"):
         transport.gather(bucket, bucket.buffer.clone(), torch.empty(64))
-    with pytest.raises(ValueError, match=r"w: expected a gradient of shape \(64,\), found \(8, 8\)"):
+    with pytest.raises(
+        ValueError, match=r"w: expected a gradient of shape \(64,\), found \(8, 8\)"
+    ):
         layout = layout_reduce(bucket.layout)
         transport.grad_buffer(bucket, layout, torch.empty(33)).put(0, torch.ones(8, 8))
     transport.leave(at(3))
@@ -281,7 +288,10 @@ def memfd_inodes() -> set[int]:
 # -- memory ----------------------------------------------------------------------------------------
 @on_ranks(2, 3)
 def test_nothing_grows_over_many_steps(rank: int, world: int) -> None:
-    """Buckets of different sizes, reduced in different orders: pages and slots settle within a few steps."""
+    """Buckets of different sizes, reduced in different orders:
+
+    pages and slots settle within a few steps.
+    """
     transport = transport_of(rank, world)
     before, sizes = held_bytes(transport), (1000, 70_000, 30_000, 5, 120_000)
     buckets = [bucket_of(transport, n, world, f"u[{n}]") for n in sizes]
@@ -306,7 +316,10 @@ def test_nothing_grows_over_many_steps(rank: int, world: int) -> None:
 
 @on_ranks(2, 3)
 def test_opposite_orders_make_the_pool_grow_once(rank: int, world: int) -> None:
-    """All slots are full of what nobody else has posted: growing is the only way on, and it is kept."""
+    """All slots are full of what nobody else has posted:
+
+    growing is the only way on, and it is kept.
+    """
     transport = SharedMemoryTransport(*new_axes(rank, world))
     buckets = [bucket_of(transport, 1000, world, f"u[{i}]") for i in range(9)]
     slots, started = transport._mail.pool.slots, time.monotonic()
@@ -398,7 +411,9 @@ def test_descriptors_come_over_a_socket_where_proc_is_closed(rank: int, world: i
     bucket = bucket_of(transport, 3000, world)
     bucket.buffer.fill_(rank)
     transport.enter(at(0))
-    assert gather(transport, bucket)[:3000].tolist() == [float(r) for r in range(3) for _ in range(1000)]
+    assert gather(transport, bucket)[:3000].tolist() == [
+        float(r) for r in range(3) for _ in range(1000)
+    ]
     transport.leave(at(0))
 
 
@@ -422,7 +437,9 @@ def test_other_hosts_and_machines_are_refused(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("platform.machine", lambda: "riscv64")
-        assert "rank 1: the memory order of riscv64" in (shared_memory_reason(new_axes(rank, world)) or "")
+        assert "rank 1: the memory order of riscv64" in (
+            shared_memory_reason(new_axes(rank, world)) or ""
+        )
     with pytest.MonkeyPatch.context() as patch:
         boot_id = Path("/proc/version" if rank else "/proc/sys/kernel/random/boot_id")
         patch.setattr(access_module, "_BOOT_ID", boot_id)

@@ -131,3 +131,31 @@ class Transport(Protocol):
     def agree(self, flags: list[bool]) -> list[bool]: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Unordered(Protocol):
+    """What a transport adds whose reductions have no order: each rank reduces in its own.
+
+    A rank may then leave out units that others reduce, and has to learn of them. At the end of a
+    backward, before it waits for any reduction and before `leave`:
+
+        while buckets := missing_of(transport, position):
+            reduce each of them with a GradBuffer that nothing was put into (and all_reduce it)
+
+    Earlier in the backward no reduction may be waited for, unless its handle is `done`: a peer may
+    get to know only at its own end that it has to take part. What is in flight is bounded by the
+    transport, not by the engine: `reduce` and `put` complete others' reductions while they wait.
+    """
+
+    def missing(self, position: Position) -> list[Bucket]:
+        """Buckets that peers reduce in this phase and this rank has not, in an order of all ranks.
+
+        Returns as soon as it knows some; nothing once all ranks have called it and none is left.
+        """
+        ...
+
+
+def missing_of(transport: Transport, position: Position) -> list[Bucket]:
+    """What `transport` is missing; nothing where all ranks issue in the same order anyway."""
+    return transport.missing(position) if isinstance(transport, Unordered) else []

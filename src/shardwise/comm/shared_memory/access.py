@@ -163,10 +163,10 @@ def _open_by_proc(cards: list[Card], rank: int) -> dict[int, int]:
 
 
 def _open_by_socket(cards: list[Card], rank: int) -> dict[int, int]:
-    """Everybody listens, calls everybody, and answers every caller that knows its secret with its descriptor.
+    """Everybody listens, calls everybody, and answers who knows its secret with its descriptor.
 
-    Calls are queued by the kernel, so nobody has to answer before it has called. A peer that does not
-    listen yet is tried again until the time limit.
+    Calls are queued by the kernel, so nobody has to answer before it has called. A peer that does
+    not listen yet is tried again until the time limit.
     """
     own = next(c for c in cards if c.rank == rank)
     peers = [c for c in cards if c.rank != rank]
@@ -191,7 +191,8 @@ def _open_by_socket(cards: list[Card], rank: int) -> dict[int, int]:
         try:
             for peer_rank, call in calls.items():
                 _, received, _, _ = socket.recv_fds(call, 1, 1)
-                # A passed descriptor shares the owner's open file, a lock query needs one of its own.
+                # A passed descriptor shares the owner's open file, a lock query needs one of its
+                # own.
                 fds[peer_rank] = os.open(f"/proc/self/fd/{received[0]}", os.O_RDWR | os.O_CLOEXEC)
                 os.close(received[0])
         except (OSError, IndexError) as error:

@@ -1,7 +1,7 @@
-"""The memory that one rank shows to its peers: an anonymous memfd, mapped once, handed out in ranges.
+"""The memory that one rank shows to its peers: an anonymous memfd, mapped once, used in ranges.
 
-    | control block | bucket directory ............ | range | range | (hole) | range | ...      1 TiB, sparse
-      '- control.py                                   '- shard buffers and mailbox slots
+    | control block | bucket directory .... | range | range | (hole) | range | ...    1 TiB, sparse
+      '- control.py                           '- shard buffers and mailbox slots
 
 One file per rank, so that one descriptor gives access to everything that is allocated later: peers
 map it once and see new ranges without a call. The size is address space only; pages exist where
@@ -53,7 +53,10 @@ class Mapping:
         return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
 
     def owner_lives(self) -> bool:
-        """Asks the kernel whether the owner still holds its lock: no pid, so no zombie, reuse or namespace."""
+        """Asks the kernel whether the owner still holds its lock:
+
+        no pid, so no zombie, reuse or namespace.
+        """
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
         kind, *_ = struct.unpack(_FLOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, query))
         return kind != fcntl.F_UNLCK

@@ -1,27 +1,28 @@
-"""What a rank says about itself: its control block and its directory of buckets, at the head of its arena.
+"""What a rank says about itself: its control block and its directory of buckets.
 
-Every word has one writer, the owner; each group of words that is written together has its own cache line.
+Both lie at the head of its arena. Every word has one writer, the owner; words that are written
+together have a cache line of their own.
 
-    byte   word   written when             content
-       0      0   once                     nonce (2 words), process id, global rank
-      64      8   control enters engine    entered: number of the phase
-     128     16   control leaves           left: number of the last phase that this rank has left
-     192     24   an exception ended it    abandoned[phase & 1]: number of the abandoned phase
-     256     32   before `entered`         hash of the position, step; then on each gather: bucket key + 1
-     320     40   before and after sleep   waiting: doorbell value that it sleeps on + 1, 0 when awake
-     384     48   end of a backward        ended: number of the phase; on each post: hash of what was posted
-     448     56   agree                    agreed: phase << 16 | round; number of flags (2 words, by round)
-     512     64   any rank                 doorbell of the domain (only rank 0's is used; the kernel adds)
-     576     72   owner, for barriers      a word that nobody reads
-     640     80   before `entered`         text of the position, 384 bytes, ends at a zero byte
-    4096    512   before `agreed`          flags, two buffers of 2,048 bytes, one byte for each flag
-    8192   1024   attach, post             directory: records of 256 bytes
+    byte  word  written               content
+       0     0  once                  nonce (2 words), process id, global rank
+      64     8  engine entered        entered: number of the phase
+     128    16  phase left            left: number of the last phase that this rank has left
+     192    24  after an exception    abandoned[phase & 1]: number of the abandoned phase
+     256    32  before `entered`      hash of the position, step; on each gather: bucket key + 1
+     320    40  around each sleep     waiting: doorbell value that it sleeps on + 1, 0 when awake
+     384    48  end of a backward     ended: number of the phase; each post: hash of what was posted
+     448    56  agree                 agreed: phase << 16 | round; number of flags (2, by round)
+     512    64  any rank              doorbell of the domain (rank 0's is used; the kernel adds)
+     576    72  owner, as a barrier   a word that nobody reads
+     640    80  before `entered`      text of the position, 384 bytes, ends at a zero byte
+    4096   512  before `agreed`       flags, two buffers of 2,048 bytes, one byte for each flag
+    8192  1024  attach, post          directory: records of 256 bytes
 
-    record  word   content
-       0       0   state (0 none, 1 live, 2 released), offset, size in bytes, fingerprint of name and layout
-      64       8   shard axis: tag of the last post (phase << 16 | count in the phase), offset of its slot
-     128      16   replicate axis: the same
-     192      24   name, 64 bytes
+    record  word  content
+       0      0   state (0 none, 1 live, 2 released), offset, bytes, fingerprint of name and layout
+      64      8   shard axis: tag of the last post (phase << 16 | count in the phase), slot's offset
+     128     16   replicate axis: the same
+     192     24   name, 64 bytes
 
 Two words serve `abandoned`, because a rank may be one phase ahead of a slow peer (see domain.py).
 """

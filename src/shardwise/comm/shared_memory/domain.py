@@ -1,21 +1,23 @@
-"""The ranks of one mesh that share memory: phases, fences, waiting, and what is said when a wait fails.
+"""The ranks of one mesh that share memory: phases, fences, waiting, and errors of a wait.
 
-    enter    control passes from the user to the engine. Phase p begins on this rank.
-    (entry)  the first gather of the phase waits until all ranks have entered p, and compares positions.
-    leave    announce that this rank has left p, wait until all have. Then control is the user's again.
-    abandon  an exception ended p here: announce it and return at once.
+    enter    control passes from the user to the engine: phase p begins on this rank
+    (entry)  the first gather of p waits until all ranks have entered p, and compares positions
+    leave    announce that this rank has left p, wait until all have; control is the user's again
+    abandon  an exception ended p here: announce it and return at once
 
-Ordering argument. A rank's user code writes its shards only outside of phases: before its `entered = p` and
-after it saw `left >= p` of all ranks. A peer reads these shards only after it saw `entered >= p` (so it sees all
-writes before: the flag was stored after them) and before its own `left = p` (so none of its reads comes after the
-owner's next write: reads are complete before the flag is stored). Hence each gather of phase p reads exactly the
-version that the owner held when it entered p. The stores and loads are ordered as futex.py says.
+Ordering argument. A rank's user code writes its shards only outside of phases: before its `entered
+= p` and after it saw `left >= p` of all ranks. A peer reads these shards only after it saw `entered
+>= p` (so it sees all writes before: the flag was stored after them) and before its own `left = p`
+(so none of its reads comes after the owner's next write: reads are complete before the flag is
+stored). Hence each gather of phase p reads exactly the version that the owner held when it entered
+p. The stores and loads are ordered as futex.py says.
 
-Abandoned phases. Per phase either all ranks leave or all get an error. A rank that abandons p stores
-`abandoned[p & 1] = p`, then `left = p`, and may write its shards at once. A peer still in p checks the first
-word after each gather (a new shard value that it could have read was stored after the word, so the check sees
-it), in every wait, and in `leave` once all have left. To keep the two words enough, `enter` of p + 1 first waits
-until all have left p: nobody is ever more than one phase ahead. Mailboxes are free again at that point.
+Abandoned phases. Per phase either all ranks leave or all get an error. A rank that abandons p
+stores `abandoned[p & 1] = p`, then `left = p`, and may write its shards at once. A peer still in p
+checks the first word after each gather (a new shard value that it could have read was stored after
+the word, so the check sees it), in every wait, and in `leave` once all have left. To keep the two
+words enough, `enter` of p + 1 first waits until all have left p: nobody is ever more than one phase
+ahead. Mailboxes are free again at that point.
 
 Calls may come from different threads (autograd's), but never overlap in time; there are no locks.
 """
@@ -63,7 +65,10 @@ class Mail(Protocol):
 
 
 class Domain:
-    """One mesh's shared memory on this rank. `controls` and all indices are in the order of global ranks."""
+    """One mesh's shared memory on this rank.
+
+    `controls` and all indices are in the order of global ranks.
+    """
 
     def __init__(self, access: Access) -> None:
         self.ranks = access.ranks
@@ -86,16 +91,19 @@ class Domain:
         self._all_entered = False
         self._round = 0
 
-    # -- phases --------------------------------------------------------------------------------------
+    # -- phases
+    # --------------------------------------------------------------------------------------
     def enter(self, position: Position) -> None:
         if os.getpid() != self._pid:
             raise TransportError(
-                "shared_memory: this process was forked from a rank; only the rank itself may use the engine. "
+                "shared_memory: this process was forked from a rank; only the rank itself may use "
+                "the engine. "
                 "Start helpers with spawn, or keep the model out of them."
             )
         if self.active:
             raise TransportError(
-                f"shared_memory: {position.phase} of {position.unit!r} entered while {self.own.text} has "
+                f"shared_memory: {position.phase} of {position.unit!r} entered while "
+                f"{self.own.text} has "
                 "not been left; a phase ends with leave() or abandon()."
             )
         previous = self.phase
@@ -175,7 +183,8 @@ class Domain:
         for i in self.others:
             if self.controls[i].has_abandoned(self.phase):
                 raise TransportError(
-                    f"rank {self.ranks[i]} ended {self.own.text} by an exception, so this phase ends here too. "
+                    f"rank {self.ranks[i]} ended {self.own.text} by an exception, so this phase "
+                    "ends here too. "
                     f"The cause is the error on rank {self.ranks[i]}; read its log first."
                 )
 
@@ -184,7 +193,8 @@ class Domain:
             raise TransportError(f"shared_memory: {what} outside of a phase; call enter() first.")
         return self.phase
 
-    # -- small exchanges -----------------------------------------------------------------------------
+    # -- small exchanges
+    # -----------------------------------------------------------------------------
     def agree(self, flags: list[bool]) -> list[bool]:
         """ "Or" over all ranks, in rounds of one buffer's length."""
         if not self.others or not flags:
@@ -196,8 +206,9 @@ class Domain:
         return agreed
 
     def _agree_round(self, flags: bytes, num_flags: int) -> list[bool]:
-        # Two buffers are enough: nobody writes round n + 2 before all have announced n + 1, and a rank
-        # announces n + 1 after it has read round n. Rounds start anew in each phase, after its fences.
+        # Two buffers are enough: nobody writes round n + 2 before all have announced n + 1, and a
+        # rank announces n + 1 after it has read round n. Rounds start anew in each phase, after its
+        # fences.
         round_ = self._round
         self._round += 1
         announced = self._phase("agree") << 16 | round_ + 1
@@ -222,7 +233,8 @@ class Domain:
             bits |= int.from_bytes(self.controls[i].read_flags(round_, len(flags)), "little")
         return [bool(flag) for flag in bits.to_bytes(len(flags), "little")]
 
-    # -- waiting -------------------------------------------------------------------------------------
+    # -- waiting
+    # -------------------------------------------------------------------------------------
     def wait(
         self,
         ready: Callable[[], bool],
@@ -232,7 +244,7 @@ class Domain:
         heed_abandon: bool = True,
         stuck: Callable[[], bool] | None = None,
     ) -> None:
-        """Until `ready()`. `lacks(i)` says whether rank index i is waited for, `what` completes "waits for rank 1 ...".
+        """Until `ready()`; `lacks(i)` says whether rank index i is waited for, `what` for what.
 
         `stuck` is asked when all ranks sleep and nothing was announced since; True ends the wait.
         """
@@ -331,7 +343,7 @@ _domains: WeakKeyDictionary[dist.ProcessGroup, dict[object, Domain | str]] = Wea
 
 
 def domain_of(shard: Axis, replicate: Axis) -> Domain | str:
-    """The mesh's domain, or why there is none. Collective on the first call for a mesh, a look-up afterwards.
+    """The mesh's domain, or why there is none. Collective on the first call, then a look-up.
 
     Kept as long as the process group lives (not as long as somebody uses the domain: ranks collect
     garbage at different moments, and all must agree on whether the next call is collective).

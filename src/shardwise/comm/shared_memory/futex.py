@@ -89,7 +89,10 @@ class Doorbell:
             raise OSError(code, "FUTEX_WAKE_OP failed")
 
     def sleep(self, seen: int, seconds: float) -> None:
-        """Sleep until a ring, a signal or the time limit; not at all when the value is not `seen`."""
+        """Sleep until a ring, a signal or the time limit;
+
+        not at all when the value is not `seen`.
+        """
         limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         _syscall(
             self._wait_number,
@@ -103,7 +106,10 @@ class Doorbell:
 
 
 class MemoryOrder:
-    """`order()` between data and flag; see the module's docstring. `routed=True` forces the barrier."""
+    """`order()` between data and flag;
+
+    see the module's docstring. `routed=True` forces the barrier.
+    """
 
     __slots__ = ("_fence",)
 

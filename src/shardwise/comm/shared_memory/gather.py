@@ -1,9 +1,9 @@
-"""One-sided gathers: every part of every rank straight from its owner's memory to its place in the whole.
+"""One-sided gathers: every part straight from its owner's memory to its place in the whole.
 
-Source and destination of each part are views, made once for each pair of bucket and `out` and copied by one
-foreach call per gather: the host's work is one dispatch per part. The views stay valid while the storage of
-`out` is resized to 0 and back, because a view asks its storage for the address at each use; they are never
-touched in between.
+Source and destination of each part are views, made once for each pair of bucket and `out` and
+copied by one foreach call per gather: the host's work is one dispatch per part. The views stay
+valid while the storage of `out` is resized to 0 and back, because a view asks its storage for the
+address at each use; they are never touched in between.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class CopyPlan:
 
 
 def check_peers(domain: Domain, bucket: Bucket, shards: Shards) -> None:
-    """The peers' records of this bucket; an error when they hold something else. After an entry fence."""
+    """The peers' records of this bucket;
+
+    an error when they hold something else. After an entry fence.
+    """
     records = []
     for i in shards.indices:
         if i == domain.me:
@@ -60,7 +63,8 @@ def check_peers(domain: Domain, bucket: Bucket, shards: Shards) -> None:
             )
             raise DivergenceError(
                 f"bucket {bucket.name!r} is number {shards.key} on rank {domain.ranks[domain.me]} "
-                f"({bucket.layout.shard_bytes} bytes for each rank), rank {domain.ranks[i]} {found}. All ranks must "
+                f"({bucket.layout.shard_bytes} bytes for each rank), rank {domain.ranks[i]} "
+                f"{found}. All ranks must "
                 "shard the same modules in the same order, and delete models at the same point."
             )
         records.append(record)

@@ -1,11 +1,11 @@
 """Gradients on their way out: own parts into `out`, foreign parts into a mailbox slot, at once.
 
-    payload of a slot   | part for peer 0 | part for peer 1 | ...      this rank left out, each `part_numel` elements
-    part for rank r     | w1[r] | w2[r] | b[r] | ..pad                 offsets of ReduceLayout, without the counts
+    payload of a slot   | part for peer 0 | part for peer 1 | ...     each `part_numel` elements
+    part for rank r     | w1[r] | w2[r] | b[r] | ..pad                offsets of ReduceLayout
 
-The slot holds the reduce dtype; or the gradients' own narrower one when every element of it is exact in the
-reduce dtype (bf16 in fp32), which halves what is written and read. A second arrival or another dtype widens
-the slot first, in place.
+The slot holds the reduce dtype; or the gradients' own narrower one when every element of it is
+exact in the reduce dtype (bf16 in fp32), which halves what is written and read. A second arrival or
+another dtype widens the slot first, in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Place = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # rank, offset in its
 
 @dataclass(frozen=True, slots=True)
 class ParamPlaces:
-    """Where the parts of one gradient go; `sizes` cuts it along `dim`, `places` skips empty parts."""
+    """Where the parts of one gradient go;
+
+    `sizes` cuts it along `dim`, `places` skips empty parts.
+    """
 
     shape: torch.Size
     dim: int
@@ -101,7 +104,8 @@ class OutgoingGrads:
     ) -> None:
         if plan.layout.dtype not in DTYPES:
             raise ValueError(
-                f"reduce dtype {plan.layout.dtype}: shared memory reduces {', '.join(map(str, DTYPES))}"
+                f"reduce dtype {plan.layout.dtype}: shared memory reduces "
+                f"{', '.join(map(str, DTYPES))}"
             )
         self.plan = plan
         self.out = out
@@ -124,7 +128,8 @@ class OutgoingGrads:
         places = self.plan.params[index]
         if grad.shape != places.shape:
             raise ValueError(
-                f"{self.plan.layout.params[index].name}: expected a gradient of shape {tuple(places.shape)}, "
+                f"{self.plan.layout.params[index].name}: expected a gradient of shape "
+                f"{tuple(places.shape)}, "
                 f"found {tuple(grad.shape)}"
             )
         with torch.no_grad():
@@ -152,7 +157,8 @@ class OutgoingGrads:
             self.slot = self._pool.acquire(self, len(plan.params), size)
         if self.slot.holder is not self:
             raise RuntimeError(
-                "a gradient buffer serves one reduction in the phase that it was made in; get a new one "
+                "a gradient buffer serves one reduction in the phase that it was made in; get a "
+                "new one "
                 "with grad_buffer()."
             )
         return self.slot

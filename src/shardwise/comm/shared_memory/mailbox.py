@@ -1,17 +1,19 @@
-"""Reductions through mailboxes: every rank posts a slot for its peers, and reads theirs when they are there.
+"""Reductions through mailboxes: every rank posts a slot for its peers, and reads theirs.
 
-    rank 0   put w1, w2   post slot (ready) ............ sum own part of all slots -> out   acknowledge
-    rank 1        put w2, w1        post slot (ready) .. sum                                acknowledge
+    rank 0   put w1, w2   post slot ............ sum own part of all slots -> out   acknowledge
+    rank 1        put w2, w1        post slot .. sum                                acknowledge
 
-There is no order among reductions: a post is found by bucket (its record in the owner's directory carries tag and
-slot), so ranks may reduce in different orders. Whoever waits, for whatever, completes all reductions that have
-their peers' posts; so a rank that waits for a free slot cannot hold up a peer that waits for its reading.
+There is no order among reductions: a post is found by bucket (its record in the owner's directory
+carries tag and slot), so ranks may reduce in different orders. Whoever waits, for whatever,
+completes all reductions that have their peers' posts; so a rank that waits for a free slot cannot
+hold up a peer that waits for its reading.
 
-A rank that does not reduce a bucket which others do learns of it at the end of its backward (`missing`) and posts
-"nothing": a slot without data, every parameter absent.
+A rank that does not reduce a bucket which others do learns of it at the end of its backward
+(`missing`) and posts "nothing": a slot without data, every parameter absent.
 
-An all-reduce over replicas has two stages in one slot: each replica sums one piece of all posts and lays the sum
-into its own slot's place of that piece (stage 2); the others copy it. All replicas get the same bits.
+An all-reduce over replicas has two stages in one slot: each replica sums one piece of all posts and
+lays the sum into its own slot's place of that piece (stage 2); the others copy it. All replicas get
+the same bits.
 """
 
 from __future__ import annotations
@@ -105,7 +107,10 @@ class Mailbox:
         self.pool.free_all()
 
     def missing(self) -> list[Bucket]:
-        """Buckets that peers reduce in this phase and this rank has not; empty once all ranks have ended."""
+        """Buckets that peers reduce in this phase and this rank has not;
+
+        empty once all ranks have ended.
+        """
         domain = self.domain
         domain.entry_fence()
         phase, found = domain.phase, []
@@ -169,7 +174,10 @@ class Mailbox:
 
 
 class Exchange:
-    """One reduction in flight; also its handle. `indices[r]` is the domain's index of rank r of the axis."""
+    """One reduction in flight;
+
+    also its handle. `indices[r]` is the domain's index of rank r of the axis.
+    """
 
     def __init__(self, mailbox: Mailbox, bucket: Bucket, axis: int, mesh_axis: Axis) -> None:
         shards: Shards = bucket.private["shards"]
@@ -189,7 +197,8 @@ class Exchange:
     def wait(self) -> None:
         if self.failed:
             raise TransportError(
-                f"the reduction of {self.bucket.name} was dropped, because its phase ended by an exception; "
+                f"the reduction of {self.bucket.name} was dropped, because its phase ended by an "
+                "exception; "
                 "the gradients of this step are incomplete: zero them and run the step again."
             )
         if not self.done:
@@ -215,15 +224,19 @@ class Exchange:
         return True
 
     def slots(self, part_numel: int, num_params: int) -> dict[int, SlotView]:
-        """The peers' posted slots by rank of the axis, once it is sure that they are of the same bucket."""
+        """The peers' posted slots by rank of the axis, once it is sure that they are of the same "
+        "bucket."""
         domain, slots = self.mailbox.domain, {}
         for r, i, record in self._records:
             slot = SlotView(domain.controls[i].mapping, record.slot(self.axis), len(domain.ranks))
             if record.fingerprint != self._fingerprint or slot.shape != (part_numel, num_params):
                 raise DivergenceError(
-                    f"bucket {self.bucket.name!r}: rank {domain.ranks[domain.me]} reduces {num_params} parameters "
-                    f"in parts of {part_numel} elements, rank {domain.ranks[i]} has {record.name!r} with "
-                    f"{slot.shape[1]} in parts of {slot.shape[0]}. All ranks must shard the same modules in the "
+                    f"bucket {self.bucket.name!r}: rank {domain.ranks[domain.me]} reduces "
+                    f"{num_params} parameters "
+                    f"in parts of {part_numel} elements, rank {domain.ranks[i]} has "
+                    f"{record.name!r} with "
+                    f"{slot.shape[1]} in parts of {slot.shape[0]}. All ranks must shard the same "
+                    "modules in the "
                     "same order and train the same parameters (requires_grad)."
                 )
             slots[r] = slot
@@ -287,7 +300,10 @@ class ShardSum(Exchange):
         sum_in_order(self._out[offset : offset + numel], before, after, self._scale)
 
     def _sum_present(self, slots: dict[int, SlotView]) -> list[int]:
-        """Parameter by parameter, from the ranks that have it; the others' slots hold old data there."""
+        """Parameter by parameter, from the ranks that have it;
+
+        the others' slots hold old data there.
+        """
         num_params = len(self._plan.params)
         presence = {r: slot.presence(num_params) for r, slot in slots.items()}
         counts = []
@@ -361,7 +377,10 @@ class ReplicaSum(Exchange):
 
 
 def _counted_axis(bucket: Bucket) -> int:
-    """The axis whose posts say that a bucket is reduced: `no_shard` has nothing to post on the shard axis."""
+    """The axis whose posts say that a bucket is reduced:
+
+    `no_shard` has nothing to post on the shard axis.
+    """
     return SHARD if bucket.shard.size > 1 else REPLICATE
 
 

@@ -1,12 +1,14 @@
 """Mailbox slots: where a rank lays out what it sends, and the pool that they come from.
 
     slot   byte 0     ticket, stage, dtype code, all present, numel of a part, number of parameters
-           64 * (1+i) read by rank index i: the ticket that it has read; one writer, one cache line each
+           64 * (1+i) read by rank index i: the ticket that it has read; one writer, one cache line
+           each
            ...        presence of each parameter, one byte each
            ...        payload
 
-A ticket is this rank's running count of posts. A slot is free again when every reader has written its
-ticket back; the pool then hands it out again, on pages that are warm. It grows only when it has to.
+A ticket is this rank's running count of posts. A slot is free again when every reader has written
+its ticket back; the pool then hands it out again, on pages that are warm. It grows only when it has
+to.
 """
 
 from __future__ import annotations
@@ -122,7 +124,10 @@ class Slot(SlotView):
 
 
 class SlotPool:
-    """Few slots, reused. `wait(ready, lacks, stuck)` is the domain's wait, with progress made inside."""
+    """Few slots, reused.
+
+    `wait(ready, lacks, stuck)` is the domain's wait, with progress made inside.
+    """
 
     def __init__(
         self,
@@ -137,8 +142,11 @@ class SlotPool:
         self.slots: list[Slot] = []
 
     def acquire(self, holder: object, num_params: int, payload_bytes: int) -> Slot:
-        """A free slot of at least this size, opened. Waits for readers; grows when nothing else can help:
-        below the intended number, when all slots are being filled, or when all ranks wait for each other."""
+        """A free slot of at least this size, held by `holder`.
+
+        Waits for readers. Grows when nothing else can help: below the intended number, when all
+        slots are being filled, or when all ranks wait for each other.
+        """
         size = payload_at(self._num_ranks, num_params) + payload_bytes
         self._largest_bytes = max(self._largest_bytes, size)
         slot = self._take(size)

@@ -1,10 +1,10 @@
 """Sums over ranks, in rank order, in tiles that stay in the cache.
 
-    sum = ((p0 + p1) + p2) + ...      the same order on every rank, whoever owns the part and whoever came first
+    sum = ((p0 + p1) + p2) + ...      the same order, whoever owns the part and whoever came first
 
-The own part is where the result goes. Adding is commutative bit for bit, so the sum of what stands left of it
-may be added to it from the right. One tile is read, summed and scaled before the next is touched: memory sees
-each element once.
+The own part is where the result goes. Adding is commutative bit for bit, so the sum of what stands
+left of it may be added to it from the right. One tile is read, summed and scaled before the next is
+touched: memory sees each element once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ TILE_BYTES = 1 << 20
 def sum_in_order(
     out: torch.Tensor, before: list[torch.Tensor], after: list[torch.Tensor], scale: float = 1.0
 ) -> None:
-    """`out = scale * (sum(before) + out + sum(after))`, added from left to right. Narrower parts are widened exactly."""
+    """`out = scale * (sum(before) + out + sum(after))`, added from left to right.
+
+    Narrower parts are widened exactly.
+    """
     tile = max(1, TILE_BYTES // out.itemsize)
     scratch = out.new_empty(min(tile, out.numel())) if len(before) > 1 else out
     columns = [part.split(tile) for part in (out, *before, *after)]

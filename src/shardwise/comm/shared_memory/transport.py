@@ -1,8 +1,9 @@
-"""The transport for CPU ranks of one host: peers read each other's shards, gradients go through mailboxes.
+"""The transport for CPU ranks of one host: one-sided reads of shards, mailboxes for gradients.
 
-`gather` and the fences: gather.py, domain.py. `grad_buffer`, `reduce`, `all_reduce`: grads.py, mailbox.py.
-Nothing here is asynchronous: a gather is complete when it returns, a reduction is completed by whichever rank's
-call finds all posts. All calls of one mesh come one after the other, from whatever thread.
+`gather` and the fences: gather.py, domain.py. `grad_buffer`, `reduce`, `all_reduce`: grads.py,
+mailbox.py. Nothing here is asynchronous: a gather is complete when it returns, a reduction is
+completed by whichever rank's call finds all posts. All calls of one mesh come one after the other,
+from whatever thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shardwise.layout import BucketLayout, ReduceLayout
 
 
 def shared_memory_reason(axes: Iterable[Axis]) -> str | None:
-    """Why shared memory cannot serve the mesh of these two axes (shard, replicate); None where it can.
+    """Why shared memory cannot serve a mesh (axes: shard, replicate); None where it can.
 
     Collective on the first call for a mesh, and the same answer on all its ranks.
     """
@@ -37,7 +38,10 @@ def shared_memory_reason(axes: Iterable[Axis]) -> str | None:
 
 
 class SharedMemoryTransport:
-    """Collective on the first construction for a mesh. Raises TransportError with the reason where it cannot work."""
+    """Collective on the first construction for a mesh.
+
+    Raises TransportError with the reason where it cannot work.
+    """
 
     name = "shared_memory"
     per_mesh = True
@@ -68,7 +72,8 @@ class SharedMemoryTransport:
         """No communication: peers look the bucket up at its first gather, by its number."""
         if device.type != "cpu":
             raise ValueError(
-                f"{name}: shared memory serves CPU parameters, these are on {device}; use transport='c10d'."
+                f"{name}: shared memory serves CPU parameters, these are on {device}; use "
+                "transport='c10d'."
             )
         if layout.world != self._shard.size:
             raise ValueError(
@@ -101,7 +106,8 @@ class SharedMemoryTransport:
         domain, shards = self._domain, bucket.private["shards"]
         if shard.data_ptr() != shards.address:
             raise TransportError(
-                f"{bucket.name}: shared memory gathers from the bucket's own buffer, which peers can read; "
+                f"{bucket.name}: shared memory gathers from the bucket's own buffer, which peers "
+                "can read; "
                 "found another tensor. Write to the buffer, or use transport='c10d'."
             )
         domain.own.at = shards.key + 1
@@ -147,7 +153,10 @@ class SharedMemoryTransport:
         return self._domain.agree(flags)
 
     def close(self) -> None:
-        """Nothing to give back at once: buffers go with their tensors, the domain with its process group."""
+        """Nothing to give back at once:
+
+        buffers go with their tensors, the domain with its process group.
+        """
 
 
 def _finish_alone(grads: OutgoingGrads, scale: float) -> None:
