@@ -1,0 +1,62 @@
+"""Where and when a result was measured: processor, versions, commit, date, load."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe() -> dict[str, Any]:
+    """All facts, ready for JSON."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(_meminfo("MemTotal") / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "shardwise": metadata.version("shardwise"),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "load_at_start": os.getloadavg()[0],
+    }
+
+
+def available_bytes() -> int:
+    return _meminfo("MemAvailable")
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _meminfo(field: str) -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _commit() -> str:
+    """Commit of the code that was measured; `+changes` when src or benchmarks differ from it."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{commit}+changes" if changed else commit
+
+
+def _git(*args: str) -> str:
+    done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
