@@ -53,7 +53,7 @@ def test_help_of_the_command_lists_commands_that_exist(capsys):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "shardwise: trian: unknown command; did you mean train?"),
+        (["trainn"], "shardwise: trainn: unknown command; did you mean train?"),
         (["--verbose"], "shardwise: --verbose: unknown command"),
         (["train", "none.toml"], "shardwise train: none.toml: no such file"),
         (["train", "--train.stepz", "3"], "--train.stepz: unknown key; did you mean train.steps?"),

@@ -66,7 +66,7 @@ def test_override(key, text, value):
     [
         ("train.stepz", "1", "--train.stepz: unknown key; did you mean train.steps?"),
         ("steps", "1", "did you mean train.steps?"),
-        ("trian.steps", "1", "did you mean train.steps?"),
+        ("trainn.steps", "1", "did you mean train.steps?"),
         ("zzz.qqq", "1", "the sections are run, model"),
         ("train.steps", "ten", '--train.steps: expected a whole number, found "ten"'),
         ("train.steps", "1.5", "expected a whole number, found 1.5"),
@@ -108,8 +108,8 @@ def test_ineffective_keys_are_refused_only_where_they_were_set():
         ),
         ("[optim]\nbetas = [\n  0.9,\n  'x',\n]\n", "job.toml:2: optim.betas: expected a list"),
         (
-            "[run]\nseed = 1\n\n[trian]\nsteps = 1\n",
-            "job.toml:4: [trian]: no such section; did you mean train?",
+            "[run]\nseed = 1\n\n[trainn]\nsteps = 1\n",
+            "job.toml:4: [trainn]: no such section; did you mean train?",
         ),
         ("steps = 5\n", "job.toml:1: steps: in no section; did you mean train.steps?"),
         ("[train]\nsteps = = 5\n", "job.toml: not valid TOML"),

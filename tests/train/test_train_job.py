@@ -168,6 +168,10 @@ def test_a_finished_run_says_so_and_can_be_prolonged(rank, tmp_path):
         ({"data__seq_len": 16}, "other data or in another order"),
         ({"checkpoint__resume": "off"}, "holds checkpoints"),
         ({"train__micro_batch": 5}, "train.global_batch: 12 is not a multiple of 2 ranks"),
+        (
+            {"shard__unit": "Blockk"},
+            "shard.unit: nothing in Decoder has the class or name 'Blockk'",
+        ),
         ({"mesh__shard": 3}, "--mesh.shard: 1 replicas x 3 shards are 3 ranks"),
     ],
 )

@@ -1,5 +1,6 @@
 """Learning rate, parameter groups, metrics file, arguments: the small parts of a job."""
 
+import io
 import itertools
 import json
 
@@ -9,6 +10,7 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
 from shardwise.train.config import Config, OptimConfig, TrainConfig
+from shardwise.train.console import Console
 from shardwise.train.metrics import MetricsFile, read_metrics
 from shardwise.train.optimizer import build_optimizer, learning_rate
 
@@ -59,6 +61,45 @@ def test_metrics_drop_what_will_be_done_again(tmp_path):
 def test_metrics_refuse_what_is_no_number(tmp_path):
     with pytest.raises(ValueError):
         MetricsFile(tmp_path / "metrics.jsonl", 0).write({"step": 1, "loss": float("nan")})
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def show(stream, monkeypatch):
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    console = Console(total_steps=4, line_every=2, silent=False)
+    console.start(0)
+    for step in range(1, 5):
+        row = {"step": step, "loss": 1.5, "accuracy": 0.25, "grad_norm": 2.0, "lr": 0.1}
+        row |= {"epoch": 0.1, "tokens_per_s": 1234.4, "step_time_s": 0.1}
+        console.step(row | ({"val_loss": 1.25} if step == 3 else {}))
+    console.say("end")
+    console.stop()
+    return stream.getvalue()
+
+
+def test_console_prints_plain_lines_into_files(monkeypatch):
+    end = "norm 2.00  lr 1.00e-01  1,234 tokens/s"
+    assert show(io.StringIO(), monkeypatch).splitlines() == [
+        f"step 2/4  loss 1.5000  accuracy 0.2500  {end}",
+        f"step 3/4  loss 1.5000  accuracy 0.2500  val_loss 1.2500  {end}",
+        f"step 4/4  loss 1.5000  accuracy 0.2500  {end}",
+        "end",
+    ]
+
+
+def test_console_draws_a_bar_on_a_terminal(monkeypatch):
+    shown = show(Terminal(), monkeypatch)
+    assert "4/4" in shown
+    assert "\x1b[" in shown
+    assert "val_loss 1.2500" in shown
 
 
 def test_arguments():

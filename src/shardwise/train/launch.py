@@ -118,7 +118,7 @@ def _check_port(port: int) -> None:
     """A taken port is the user's mistake; torchrun would wait for whoever listens there."""
     if port == 0:
         return
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+    with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

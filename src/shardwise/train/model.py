@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import MixedPrecisionPolicy, materialize, shard_model
+from shardwise.engine.shard_model import choose_units
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, CustomModelConfig, mesh_shape, resolved_strategy
 from shardwise.train.decoder import Decoder
@@ -28,7 +29,21 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(config: Config, search_dir: Path | None) -> nn.Module:
-    """The whole model, unsharded; the decoder on the meta device."""
+    """The whole model, unsharded; the decoder on the meta device. Checks `shard.unit` on it."""
+    model = _make_model(config, search_dir)
+    try:
+        choose_units(model, _unit(config))
+    except ValueError as error:  # names that match nothing
+        raise ConfigError(f"shard.{error}") from None
+    return model
+
+
+def _unit(config: Config) -> str | int | list[str]:
+    unit = config.shard.unit
+    return list(unit) if isinstance(unit, tuple) else unit
+
+
+def _make_model(config: Config, search_dir: Path | None) -> nn.Module:
     section = config.model
     if not isinstance(section, CustomModelConfig):
         with torch.device("meta"):
@@ -63,18 +78,15 @@ def shard_and_fill(
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
     param_dtype, reduce_dtype = _DTYPES[section.param_dtype], _DTYPES[section.reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    try:
-        shard_model(
-            model,
-            mesh=mesh,
-            strategy=strategy,
-            unit=list(section.unit) if isinstance(section.unit, tuple) else section.unit,
-            transport=section.transport,
-            mp_policy=policy,
-            activation_checkpointing=section.activation_checkpointing,
-        )
-    except ValueError as error:  # a unit that matches nothing, a transport that cannot be used here
-        raise ConfigError(f"shard: {error}") from error
+    shard_model(
+        model,
+        mesh=mesh,
+        strategy=strategy,
+        unit=_unit(config),
+        transport=section.transport,
+        mp_policy=policy,
+        activation_checkpointing=section.activation_checkpointing,
+    )
     if on_meta:
         materialize(model, device=device, seed=config.run.seed)
     return model
