@@ -124,6 +124,16 @@ def test_another_world_size_continues(tmp_path):
             assert value == (wanted if wanted is None else pytest.approx(wanted, rel=1e-4))
 
 
+@on_ranks(4)
+def test_hybrid_mesh_trains_and_continues_on_a_flat_one(rank, tmp_path):
+    sizes = {"train__global_batch": 8, "train__micro_batch": 1}
+    run_job(tmp_path / "plain", **sizes)
+    run_job(tmp_path / "run", mesh__replicate=2, stop_after=3, **sizes)
+    run_job(tmp_path / "run", **sizes)
+    for row, plain in zip(results(tmp_path / "run"), results(tmp_path / "plain"), strict=True):
+        assert row[1:3] == pytest.approx(plain[1:3], rel=1e-4)
+
+
 @on_ranks(2)
 def test_micro_batches_do_not_change_the_result(rank, tmp_path):
     run_job(tmp_path / "small", train__micro_batch=1)
