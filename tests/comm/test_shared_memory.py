@@ -5,6 +5,7 @@ random gathers and reductions, versions, different orders.
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -15,8 +16,9 @@ from layouts import fill_shard, gathered, random_bucket, random_whole
 from ranks import on_ranks
 from shardwise.comm.c10d import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
+from shardwise.comm.shared_memory.reductions import ReplicaSum, ReplicaSumByPieces
 from shardwise.comm.transport import Bucket, Position, Transport
-from shardwise.layout import layout_reduce
+from shardwise.layout import ParamSpec, layout_bucket, layout_reduce
 
 CPU = torch.device("cpu")
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -121,6 +123,26 @@ def test_hybrid_reductions_equal_c10d(rank: int, world: int) -> None:
             n = reduce.counts_offset
             assert torch.equal(found[:n], expected[:n]), (trial, layout)
             assert torch.equal(found[n:], expected[n:] * 2)
+
+
+@on_ranks(2, 3, 4)
+def test_both_kinds_of_all_reduce_give_all_replicas_the_same_bits(rank: int, world: int) -> None:
+    axes = alone("shard", rank), shard_axis(rank, world)
+    shared = SharedMemoryTransport(*axes)
+    for trial, numel in enumerate((1, 15, 16 * world, 1000, 70_001)):
+        spec = ParamSpec("w", (numel,), F32)
+        layout = layout_bucket([spec], gather_dtype=F32, reduce_dtype=F32, world=1, replicas=world)
+        bucket = shared.attach(f"unit[{trial}]", layout, CPU)
+        parts = [
+            torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(world)
+        ]
+        expected = functools.reduce(torch.add, parts)
+        shared.enter(at(trial))
+        for kind in (ReplicaSum, ReplicaSumByPieces):
+            out = parts[rank].clone()
+            kind(shared._mail, bucket, out).wait()
+            assert torch.equal(out, expected)
+        shared.leave(at(trial))
 
 
 @on_ranks(2, 3, 4)

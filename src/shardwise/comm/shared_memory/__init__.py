@@ -2,7 +2,7 @@
 
 Reading order: `futex` (waiting, memory order) -> `arena` (memory) -> `control` (what ranks say) ->
 `access` (how they find each other) -> `domain` (phases and fences, with the ordering argument) ->
-`gather` -> `slots`, `sums`, `grads`, `mailbox` (reductions) -> `transport`.
+`gather` -> `slots`, `sums`, `grads`, `mailbox`, `reductions` -> `transport`.
 """
 
 from shardwise.comm.shared_memory.transport import SharedMemoryTransport, shared_memory_reason

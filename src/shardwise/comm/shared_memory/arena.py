@@ -53,10 +53,7 @@ class Mapping:
         return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
 
     def owner_lives(self) -> bool:
-        """Asks the kernel whether the owner still holds its lock:
-
-        no pid, so no zombie, reuse or namespace.
-        """
+        """Whether the owner still holds its lock. No pid is asked: zombies, reuse, namespaces."""
         query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
         kind, *_ = struct.unpack(_FLOCK, fcntl.fcntl(self.fd, fcntl.F_GETLK, query))
         return kind != fcntl.F_UNLCK

@@ -49,8 +49,10 @@ class ReducePlan:
     rank: int
     params: tuple[ParamPlaces, ...]
     part_numel: int  # of every rank's part, aligned
+    payload_numel: int
     own: tuple[tuple[int, int], ...]  # offset and numel of each parameter in this rank's part
     own_numel: int
+    counts_offset: int  # in `out`
 
     @classmethod
     def of(cls, bucket: Bucket, layout: ReduceLayout) -> ReducePlan:
@@ -67,10 +69,6 @@ class ReducePlan:
         """Element at which the part for `rank` starts in the payload of `owner`."""
         return (rank if rank < owner else rank - 1) * self.part_numel
 
-    @property
-    def payload_numel(self) -> int:
-        return (self.layout.world - 1) * self.part_numel
-
 
 def _plan(layout: ReduceLayout, rank: int) -> ReducePlan:
     offsets = [layout.offsets(r) for r in range(layout.world)]
@@ -84,15 +82,18 @@ def _plan(layout: ReduceLayout, rank: int) -> ReducePlan:
                 places.append((r, offsets[r][i], shape, stride))
         sizes = tuple(p.cuts.size(r) for r in range(layout.world))
         params.append(ParamPlaces(torch.Size(p.spec.shape), p.spec.shard_dim, sizes, tuple(places)))
+    part_numel = -(-layout.counts_offset // _ALIGN) * _ALIGN if params else 0
     return ReducePlan(
         layout=layout,
         rank=rank,
         params=tuple(params),
-        part_numel=-(-layout.counts_offset // _ALIGN) * _ALIGN if params else 0,
+        part_numel=part_numel,
+        payload_numel=(layout.world - 1) * part_numel,
         own=tuple(
             (at, p.shard_numel(rank)) for at, p in zip(offsets[rank], layout.params, strict=True)
         ),
         own_numel=layout.data_numel(rank),
+        counts_offset=layout.counts_offset,
     )
 
 
@@ -136,8 +137,10 @@ class OutgoingGrads:
             if grad.layout is not torch.strided:
                 grad = grad.to_dense()
             self._choose_wire(grad.dtype, again=self.present[index])
-            parts = grad.split(places.sizes, places.dim) if places.shape else None
-            sources = [grad if parts is None else parts[rank] for rank, *_ in places.places]
+            sources = [grad]
+            if places.shape:
+                parts = grad.split_with_sizes(places.sizes, places.dim)
+                sources = [parts[place[0]] for place in places.places]
             destinations = [self._view(*place) for place in places.places]
             if self.present[index]:
                 for destination, source in zip(destinations, sources, strict=True):
@@ -164,16 +167,16 @@ class OutgoingGrads:
         return self.slot
 
     def _choose_wire(self, arriving: torch.dtype, *, again: bool) -> None:
-        full = self.plan.layout.dtype
-        if self.plan.layout.world == 1:
+        if self.plan.payload_numel == 0:
             return
+        full = self.out.dtype
         if self._payload is not None:
             self.open_slot()
-        if self._payload is None:
+        else:
             if arriving in _EXACT_IN.get(full, ()) and self._pre_scale == 1.0:
                 self.wire = arriving
             self._map_payload()
-        elif self.wire != full and (again or arriving != self.wire):
+        if self.wire != full and (again or arriving != self.wire):
             assert self._payload is not None
             narrow = self._payload.clone()
             self.wire = full

@@ -10,29 +10,20 @@ hold up a peer that waits for its reading.
 
 A rank that does not reduce a bucket which others do learns of it at the end of its backward
 (`missing`) and posts "nothing": a slot without data, every parameter absent.
-
-An all-reduce over replicas has two stages in one slot: each replica sums one piece of all posts and
-lays the sum into its own slot's place of that piece (stage 2); the others copy it. All replicas get
-the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from shardwise.comm.shared_memory.control import REPLICATE, SHARD, Record
 from shardwise.comm.shared_memory.domain import Domain
 from shardwise.comm.shared_memory.gather import Shards
-from shardwise.comm.shared_memory.grads import OutgoingGrads
 from shardwise.comm.shared_memory.slots import Slot, SlotPool, SlotView
-from shardwise.comm.shared_memory.sums import sum_in_order
 from shardwise.comm.transport import Axis, Bucket
 from shardwise.errors import DivergenceError, TransportError
-
-_PIECE_ALIGN = 16
 
 
 class Mailbox:
@@ -249,131 +240,6 @@ class Exchange:
             slot.acknowledge(domain.me, slot.ticket)
         domain.doorbell.ring()
         self.done = True
-
-
-class ShardSum(Exchange):
-    """Each rank's parts of all gradients, summed by their owner."""
-
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        bucket: Bucket,
-        grads: OutgoingGrads,
-        out: torch.Tensor,
-        scale: float,
-    ) -> None:
-        super().__init__(mailbox, bucket, SHARD, bucket.shard)
-        self._plan, self._present = grads.plan, list(grads.present)
-        self._out, self._scale = out, scale
-        mailbox.post(self, grads.open_slot(), grads.wire, grads.present, grads.plan.part_numel)
-
-    def advance(self) -> bool:
-        if not self.all_posted():
-            return False
-        plan = self._plan
-        num_params = len(plan.params)
-        slots = self.slots(plan.part_numel, num_params)
-        with torch.no_grad():
-            if all(self._present) and all(slot.all_present for slot in slots.values()):
-                self._sum(list(slots), slots, 0, plan.own_numel)
-                counts: Any = len(slots) + 1
-            else:
-                counts = self._sum_present(slots)
-            self._out[plan.own_numel : plan.layout.counts_offset].zero_()
-            tail = self._out[plan.layout.counts_offset :]
-            tail.copy_(torch.tensor(counts, dtype=torch.float32))
-        self.acknowledge(slots)
-        return True
-
-    def _sum(self, ranks: list[int], slots: dict[int, SlotView], offset: int, numel: int) -> None:
-        if not numel:
-            return
-        plan, num_params = self._plan, len(self._plan.params)
-        parts = {
-            r: slots[r].payload(
-                num_params, plan.position(self.rank, r) + offset, numel, slots[r].dtype
-            )
-            for r in ranks
-        }
-        before = [part for r, part in parts.items() if r < self.rank]
-        after = [part for r, part in parts.items() if r > self.rank]
-        sum_in_order(self._out[offset : offset + numel], before, after, self._scale)
-
-    def _sum_present(self, slots: dict[int, SlotView]) -> list[int]:
-        """Parameter by parameter, from the ranks that have it;
-
-        the others' slots hold old data there.
-        """
-        num_params = len(self._plan.params)
-        presence = {r: slot.presence(num_params) for r, slot in slots.items()}
-        counts = []
-        for i, (offset, numel) in enumerate(self._plan.own):
-            ranks = [r for r in slots if presence[r][i]]
-            if not self._present[i]:
-                self._out[offset : offset + numel].zero_()
-            self._sum(ranks, slots, offset, numel)
-            counts.append(len(ranks) + self._present[i])
-        return counts
-
-
-class ReplicaSum(Exchange):
-    """A flat tensor summed over the replicate axis, in place."""
-
-    def __init__(self, mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> None:
-        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate)
-        size = len(self.indices)
-        self._out = out
-        self._piece = -(-out.numel() // (size * _PIECE_ALIGN)) * _PIECE_ALIGN
-        self._slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
-        self._slots: dict[int, SlotView] = {}
-        start, stop = self._span(self.rank)
-        with torch.no_grad():
-            payload = self._payload(self._slot, 0, out.numel())
-            payload[:start].copy_(out[:start])
-            payload[stop:].copy_(out[stop:])
-        mailbox.post(self, self._slot, out.dtype, [], out.numel())
-
-    def lacks(self, index: int) -> bool:
-        if not self._slots:
-            return super().lacks(index)
-        return any(self.indices[r] == index and slot.stage < 2 for r, slot in self._slots.items())
-
-    def advance(self) -> bool:
-        with torch.no_grad():
-            if not self._slots:
-                if not self.all_posted():
-                    return False
-                self._slots = self.slots(self._out.numel(), 0)
-                self._sum_piece()
-            if any(slot.stage < 2 for slot in self._slots.values()):
-                return False
-            self.mailbox.domain.order()
-            for r, slot in self._slots.items():
-                start, stop = self._span(r)
-                self._out[start:stop].copy_(self._payload(slot, start, stop))
-        self.acknowledge(self._slots)
-        return True
-
-    def _sum_piece(self) -> None:
-        start, stop = self._span(self.rank)
-        parts = {r: self._payload(slot, start, stop) for r, slot in self._slots.items()}
-        if start < stop:
-            sum_in_order(
-                self._out[start:stop],
-                [part for r, part in parts.items() if r < self.rank],
-                [part for r, part in parts.items() if r > self.rank],
-            )
-            self._payload(self._slot, start, stop).copy_(self._out[start:stop])
-        self.mailbox.domain.order()
-        self._slot.stage = 2
-        self.mailbox.domain.doorbell.ring()
-
-    def _span(self, rank: int) -> tuple[int, int]:
-        numel = self._out.numel()
-        return min(rank * self._piece, numel), min((rank + 1) * self._piece, numel)
-
-    def _payload(self, slot: SlotView, start: int, stop: int) -> torch.Tensor:
-        return slot.payload(0, start, stop - start, self._out.dtype)
 
 
 def _counted_axis(bucket: Bucket) -> int:

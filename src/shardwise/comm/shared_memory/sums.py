@@ -9,6 +9,8 @@ touched: memory sees each element once.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 TILE_BYTES = 1 << 20
@@ -21,11 +23,15 @@ def sum_in_order(
 
     Narrower parts are widened exactly.
     """
+    if not out.numel():
+        return
     tile = max(1, TILE_BYTES // out.itemsize)
     scratch = out.new_empty(min(tile, out.numel())) if len(before) > 1 else out
-    columns = [part.split(tile) for part in (out, *before, *after)]
+    rows: Iterable[tuple[torch.Tensor, ...]] = [(out, *before, *after)]
+    if out.numel() > tile:
+        rows = zip(*(part.split(tile) for part in (out, *before, *after)), strict=True)
     num_before = len(before)
-    for total, *parts in zip(*columns, strict=True):
+    for total, *parts in rows:
         if num_before > 1:
             left = scratch[: total.numel()]
             left.copy_(parts[0])

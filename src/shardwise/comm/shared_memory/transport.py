@@ -21,7 +21,8 @@ from shardwise.comm.shared_memory.gather import (
     plan_for,
 )
 from shardwise.comm.shared_memory.grads import OutgoingGrads, ReducePlan
-from shardwise.comm.shared_memory.mailbox import Mailbox, ReplicaSum, ShardSum
+from shardwise.comm.shared_memory.mailbox import Mailbox
+from shardwise.comm.shared_memory.reductions import ShardSum, sum_over_replicas
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
 from shardwise.errors import TransportError
 from shardwise.layout import BucketLayout, ReduceLayout
@@ -135,7 +136,7 @@ class SharedMemoryTransport:
     def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
             return DONE
-        return ReplicaSum(self._mail, bucket, out)
+        return sum_over_replicas(self._mail, bucket, out)
 
     def enter(self, position: Position) -> None:
         self._domain.enter(position)
@@ -168,4 +169,4 @@ def _finish_alone(grads: OutgoingGrads, scale: float) -> None:
                 out[offset : offset + numel].zero_()
         if scale != 1.0:
             out[: plan.own_numel].mul_(scale)
-        out[plan.layout.counts_offset :].copy_(torch.tensor(grads.present, dtype=torch.float32))
+        out[plan.counts_offset :].copy_(torch.tensor(grads.present, dtype=torch.float32))
