@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from axes import alone
+from axes import alone, shard_axis
 
+from ranks import on_ranks
 from shardwise.comm.c10d import C10dTransport
 from shardwise.comm.choose import explain_choice, open_transport
 from shardwise.comm.fake import FakeTransport
+from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.transport import Axis
+from shardwise.errors import TransportError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ONE = (alone("shard", 0), alone("replicate", 0))
@@ -27,6 +30,24 @@ def test_auto_takes_process_groups_for_devices_and_for_one_rank() -> None:
     assert "parameters live on cuda" in explain_choice("auto", *MANY, GPU)
     assert isinstance(open_transport("auto", *ONE, CPU), C10dTransport)
     assert "one rank has nobody to share with" in explain_choice("auto", *ONE, CPU)
+    assert isinstance(open_transport("shared_memory", *ONE, CPU), C10dTransport)
+
+
+@on_ranks(2)
+def test_auto_takes_shared_memory_for_ranks_of_one_host(rank: int, world: int) -> None:
+    axes = (shard_axis(rank, world), alone("replicate", rank))
+    transport = open_transport("auto", *axes, CPU)
+    assert isinstance(transport, SharedMemoryTransport)
+    assert open_transport("shared_memory", *axes, CPU) is transport, "one per mesh"
+    assert "the ranks run on the CPU of one host" in explain_choice("auto", *axes, CPU)
+
+
+@on_ranks(2)
+def test_shared_memory_that_cannot_work_says_why(rank: int, world: int) -> None:
+    axes = (shard_axis(rank, world), alone("replicate", rank))
+    with pytest.raises(TransportError, match=r"parameters live on cuda.*Use 'auto' or 'c10d'"):
+        open_transport("shared_memory", *axes, GPU)
+    assert "but it cannot work here" in explain_choice("shared_memory", *axes, GPU)
 
 
 def test_a_users_transport_is_passed_through() -> None:

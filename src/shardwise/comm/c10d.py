@@ -14,9 +14,10 @@ here: positions only go into error texts. All ranks must issue the same collecti
 order.
 
 Streams (CUDA): everything is enqueued on the caller's current stream, `wait` included, and the
-engine may wait on another stream than it issued on. Staging is therefore marked with
-`record_stream` wherever it is used and held by the handle until `wait`. `shard` and `out` belong to
-the caller, who keeps them alive until `wait` has returned.
+engine may wait on another stream than it issued on. Staging, shards and gradients are therefore
+marked with `record_stream` where they are used on another stream than they were made on, and held
+by the handle until `wait`: the caller may drop a shard or a gradient once it was handed over. `out`
+is the caller's, who keeps it until `wait` has returned.
 """
 
 from __future__ import annotations
@@ -88,7 +89,12 @@ class C10dTransport:
             works = [self._issue(bucket, _all_gather, packed, shard, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _broadcast, plan.packing, packed)
-        return _Issued(self, f"gather of {bucket.name}", works, lambda: plan.unpack(packed, out))
+
+        def finish() -> None:
+            used_here(shard)
+            plan.unpack(packed, out)
+
+        return _Issued(self, f"gather of {bucket.name}", works, finish)
 
     def grad_buffer(
         self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0

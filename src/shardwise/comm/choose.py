@@ -86,6 +86,8 @@ def _choose(
         raise ValueError(f"unknown transport {name!r}; {hint}")
     if name in ("c10d", "fake"):
         return name, None
+    if shard.size == 1 and replicate.size == 1:
+        return "c10d", "one rank has nobody to share with"  # and c10d issues nothing then
     reason = _no_shared_memory(shard, replicate, device)
     if name == "auto" and reason:
         return "c10d", reason
@@ -95,8 +97,6 @@ def _choose(
 def _no_shared_memory(shard: Axis, replicate: Axis, device: torch.device) -> str | None:
     if device.type != "cpu":
         return f"parameters live on {device.type}, shared memory serves CPU ranks"
-    if shard.size == 1 and replicate.size == 1:
-        return "one rank has nobody to share with"
     from shardwise.comm.shared_memory import shared_memory_reason
 
     return shared_memory_reason((shard, replicate))

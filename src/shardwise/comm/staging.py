@@ -24,12 +24,13 @@ Rows = tuple[tuple[int, int], tuple[int, int], int]
 
 
 def used_here(tensor: torch.Tensor) -> None:
-    """Keep the allocator from reusing staging before the current stream has passed this point.
+    """Keep the allocator from reusing memory before the current stream has passed this point.
 
     Free on the stream that it was made on.
     """
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    if tensor.device.type not in ("cpu", "meta"):
+        streams = torch.get_device_module(tensor.device)
+        tensor.record_stream(streams.current_stream(tensor.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,7 @@ class PackedGrads:
         if grad.requires_grad:  # create_graph=True: staging is no part of the user's graph
             grad = grad.detach()
         used_here(packed)
+        used_here(grad)  # the engine drops it as soon as this returns
         contiguous = grad.is_contiguous()
         for move in self.plan.packing.moves[index]:
             target = move.packed(packed)
