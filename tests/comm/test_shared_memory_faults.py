@@ -115,6 +115,8 @@ def test_what_was_pending_fails_after_an_exception(rank: int, world: int) -> Non
         with pytest.raises(RuntimeError, match="serves one reduction"):
             transport.reduce(bucket, grads, out, 1.0)
         grads.discard()
+    with pytest.raises(AssertionError, match="reduced once"):
+        transport.reduce(bucket, grads, out, 1.0)
     handle, out = reduce_ones(transport, bucket)
     handle.wait()
     assert out.tolist() == [2.0] * 33
@@ -350,6 +352,25 @@ def test_a_slow_reader_is_waited_for(rank: int, world: int) -> None:
             reduce_ones(transport, bucket)
         transport.leave(at(step, "backward"))
     assert len(transport._mail.pool.slots) == 3
+
+
+@on_ranks(2)
+def test_plans_go_with_what_they_write_to(rank: int, world: int) -> None:
+    transport = transport_of(rank, world)
+    bucket = bucket_of(transport, 1000, world)
+    transport.enter(at(0))
+    for _ in range(5):
+        gather(transport, bucket)
+    assert len(bucket.private["shards"].plans) == 0
+    out = torch.empty(bucket.layout.full_numel)
+    for value in range(3):
+        out.untyped_storage().resize_(out.numel() * 4)
+        out.fill_(77)
+        transport.gather(bucket, bucket.buffer, out)
+        assert (out[:1000] == 0).all(), value
+        out.untyped_storage().resize_(0)
+    assert len(bucket.private["shards"].plans) == 1
+    transport.leave(at(0))
 
 
 @on_ranks(2)

@@ -75,6 +75,8 @@ class Handle(Protocol):
 class Done:
     """The handle of what is already finished."""
 
+    done = True
+
     def wait(self) -> None:
         return None
 

@@ -183,7 +183,8 @@ def _open_by_socket(cards: list[Card], rank: int) -> dict[int, int]:
         served = 0
         while served < len(peers):
             caller, _ = listener.accept()
-            with caller:
+            # A stranger, or one that hangs up, is passed over.
+            with caller, contextlib.suppress(OSError):
                 caller.settimeout(_SOCKET_LIMIT_S)
                 if secrets.compare_digest(caller.recv(64), own.secret):
                     socket.send_fds(caller, [b"!"], [own.fd])

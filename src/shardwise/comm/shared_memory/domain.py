@@ -43,7 +43,7 @@ from shardwise.comm.shared_memory.control import (
 )
 from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
 from shardwise.comm.transport import Axis, Bucket, Position
-from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
+from shardwise.errors import ConfigError, DivergenceError, PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Domain:
         self.num_attached = 0
         self.phase = 0
         self.active = False
-        self.wait_limit_s = float(os.environ.get(WAIT_LIMIT_VARIABLE) or WAIT_LIMIT_S)
+        self.wait_limit_s = _wait_limit_s()
         first, mine = access.controls[0].mapping, self.own.mapping
         self.doorbell = Doorbell(first.words, DOORBELL_WORD, first.address(8 * DOORBELL_WORD))
         fence = Doorbell(mine.words, FENCE_WORD, mine.address(8 * FENCE_WORD))
@@ -337,6 +337,19 @@ class Domain:
         elif control.left >= control.entered:
             place += ", left: in user code"
         return place + (", waiting" if control.waiting else "")
+
+
+def _wait_limit_s() -> float:
+    text = os.environ.get(WAIT_LIMIT_VARIABLE)
+    try:
+        limit = float(text) if text else WAIT_LIMIT_S
+    except ValueError:
+        limit = 0.0
+    if limit <= 0:
+        raise ConfigError(
+            f"{WAIT_LIMIT_VARIABLE}: expected seconds as a positive number, found {text!r}"
+        )
+    return limit
 
 
 _domains: WeakKeyDictionary[dist.ProcessGroup, dict[object, Domain | str]] = WeakKeyDictionary()

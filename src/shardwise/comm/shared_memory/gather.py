@@ -104,11 +104,14 @@ def make_plan(layout: BucketLayout, flats: list[torch.Tensor], out: torch.Tensor
                 size = (param.outer, param.cuts.size(rank) * param.inner)
                 start = param.full_offset + param.cuts.start(rank) * param.inner
                 sources.append(flat.as_strided(size, (size[1], 1), flat.storage_offset() + offset))
-                destinations.append(
-                    out.as_strided(
-                        size, (param.rows * param.inner, 1), out.storage_offset() + start
-                    )
+                # Over the storage, not a view of `out`, which a view would keep alive for good.
+                place = torch.empty(0, dtype=out.dtype).set_(
+                    out.untyped_storage(),
+                    out.storage_offset() + start,
+                    size,
+                    (param.rows * param.inner, 1),
                 )
+                destinations.append(place)
     return CopyPlan(destinations, sources)
 
 

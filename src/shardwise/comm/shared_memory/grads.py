@@ -116,16 +116,24 @@ class OutgoingGrads:
         self._pool = pool
         self._pre_scale = pre_scale
         self._payload: torch.Tensor | None = None
+        self._is_over = False
 
     def has(self, index: int) -> bool:
         return self.present[index]
 
     def discard(self) -> None:
+        self._is_over = True
         slot, self.slot, self._payload = self.slot, None, None
         if slot is not None and slot.holder is self:
             slot.free()
 
+    def finish(self) -> None:
+        """The reduction begins: nothing may be put any more."""
+        assert not self._is_over, "a gradient buffer is reduced once; get a new one"
+        self._is_over = True
+
     def put(self, index: int, grad: torch.Tensor) -> None:
+        assert not self._is_over, "a gradient buffer is reduced once; get a new one"
         places = self.plan.params[index]
         if grad.shape != places.shape:
             raise ValueError(

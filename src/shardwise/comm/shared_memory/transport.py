@@ -126,6 +126,7 @@ class SharedMemoryTransport:
     def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
         assert isinstance(grads, OutgoingGrads), f"{type(grads).__name__} is another transport's"
         assert grads.out is out, "reduce() takes the `out` that grad_buffer() was given"
+        grads.finish()
         if not grads.plan.params:
             return DONE
         if bucket.layout.world == 1:
