@@ -4,8 +4,8 @@
     gathered buffer  | w1 whole ..pad | w2 whole ..pad | b whole ..pad         |   gather dtype
 
 The gathered buffer is parameter-major: every parameter is whole and contiguous in it. Offsets are
-multiples of `ALIGN` elements, so that a rank's part starts where vector units like it and cuts of
-fused optimizers stay aligned. All shard buffers have the size of the largest one (`chunk_numel`),
+multiples of `ALIGN` elements, so that a rank's part starts where vector units like it; small parts
+are packed tight instead. All shard buffers have the size of the largest one (`chunk_numel`),
 so a rank's buffer is what a collective sends as it is.
 """
 
@@ -23,9 +23,20 @@ ALIGN = 16
 SMALL_PADDING_BYTES = 2**20  # about what 10 GB/s move in the latency of a few collectives
 
 
+SMALL = 16 * ALIGN
+
+
 def aligned(numel: int) -> int:
     """`numel` rounded up to the alignment."""
     return -(-numel // ALIGN) * ALIGN
+
+
+def place(at: int, numel: int) -> int:
+    """Where a part of `numel` elements starts when `at` is the first free element.
+
+    Small parts (biases, norms) are packed tight: aligning them would pad more than it gains.
+    """
+    return at if numel < SMALL else aligned(at)
 
 
 def padding_pays(padded_numel: int, exact_numel: int, dtype: torch.dtype) -> bool:
@@ -109,19 +120,22 @@ class BucketLayout:
     @property
     def full_numel(self) -> int:
         """Elements of the gathered buffer, padding included."""
-        return aligned(self.params[-1].full_offset + self.params[-1].numel) if self.params else 0
+        return self.params[-1].full_offset + self.params[-1].numel if self.params else 0
 
     def shard_offsets(self, rank: int) -> tuple[int, ...]:
         """Offset of every parameter in the shard buffer of `rank`."""
         offsets, at = [], 0
         for p in self.params:
-            offsets.append(at)
-            at += aligned(p.shard_numel(rank))
+            numel = p.shard_numel(rank)
+            offsets.append(place(at, numel))
+            at = offsets[-1] + numel
         return tuple(offsets)
 
     def shard_numel(self, rank: int) -> int:
         """Elements of the shard buffer that `rank` fills, padding included."""
-        return sum(aligned(p.shard_numel(rank)) for p in self.params)
+        if not self.params:
+            return 0
+        return self.shard_offsets(rank)[-1] + self.params[-1].shard_numel(rank)
 
     @property
     def chunk_numel(self) -> int:
@@ -136,7 +150,7 @@ class BucketLayout:
         if len(self.params) != 1:
             return False
         (p,) = self.params
-        return p.outer == 1 and p.cuts.is_exact and p.shard_numel(0) % ALIGN == 0
+        return p.outer == 1 and p.cuts.is_exact
 
     @property
     def sends_padded(self) -> bool:
@@ -173,8 +187,8 @@ def layout_bucket(
         raise ValueError(f"a bucket holds one stored dtype, found {sorted(map(str, dtypes))}")
     params, at = [], 0
     for spec in specs:
-        params.append(ParamLayout(spec, _cuts_of(spec, world), at))
-        at += aligned(spec.numel)
+        params.append(ParamLayout(spec, _cuts_of(spec, world), place(at, spec.numel)))
+        at = params[-1].full_offset + spec.numel
     return BucketLayout(tuple(params), dtypes.pop(), gather_dtype, reduce_dtype, world, replicas)
 
 
