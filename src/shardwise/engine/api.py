@@ -77,9 +77,12 @@ def fully_shard(
         transport_name=transport,
     )
     ignored = frozenset(id(p) for p in ignored_params or ())
-    found = find_params(modules, set(ignored), _placement_reader(shard_placement_fn), _is_sharded)
+    found, ties = find_params(
+        modules, set(ignored), _placement_reader(shard_placement_fn), _is_sharded
+    )
     name = type(modules[0]).__name__
     unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
+    unit.tie(ties)
     move_buffers(modules, shard_mesh.device, _is_sharded)
     unit.root_rule = (
         strategy is None and reshard_after_forward is None and chosen.lifetime is Lifetime.USE

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise._torch_compat import at_end_of_backward, graph_task
+from shardwise.comm.transport import Position, Unordered, missing_of
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import Reduction
 from shardwise.engine.unit import Unit
-from shardwise.errors import EngineError
+from shardwise.errors import DivergenceError, EngineError
 
 if TYPE_CHECKING:
     from shardwise.engine.context import Context
@@ -115,7 +116,11 @@ class BackwardPass:
     def _issue(self, unit: Unit) -> None:
         self._complete.discard(unit)
         self._issued.add(unit)
-        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+        # A transport without an order may have to wait for a peer that waits for this rank's other
+        # reductions, so there nothing is waited for before the end.
+        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT and not isinstance(
+            self._in_flight[0].grads.state.transport, Unordered
+        ):
             self._finish_oldest()
         self._in_flight.extend(unit.issue_reductions())
 
@@ -134,6 +139,8 @@ class BackwardPass:
         if context.backward is not self:
             return
         self._flush()
+        if task == self._first_task:
+            self._join_peers()
         while self._in_flight:
             self._finish_oldest()
         if task != self._first_task:
@@ -163,6 +170,28 @@ class BackwardPass:
         untouched_yet = unit in self._touched and unit not in self._issued
         if unit.requires_sync and (unit.has_unreduced or untouched_yet):
             self._issue(unit)
+
+    def _join_peers(self) -> None:
+        """Take part, with nothing to add, in reductions that only other ranks have (a branch, an
+        expert that ran there): this rank owns a shard of their sums too.
+        """
+        context = self._context
+        grads_of = {
+            id(g.state.bucket): (u, g) for u in context.units for g in u.grads if g.state.bucket
+        }
+        for wire in context.wires():
+            position = Position(wire.step, "backward", "")
+            while buckets := missing_of(wire.transport, position):
+                for bucket in buckets:
+                    if id(bucket) not in grads_of:
+                        raise DivergenceError(
+                            f"{bucket.name}: another rank reduces gradients of this unit in a "
+                            "backward in which this rank's model does not contain it; run the "
+                            "same model on all ranks"
+                        )
+                    unit, grads = grads_of[id(bucket)]
+                    self._touched.setdefault(unit, None)
+                    self._in_flight.append(unit.issue_reduction(grads))
 
     def _check(self) -> None:
         """The step's ledger: whatever was collected has been reduced, whatever was gathered has

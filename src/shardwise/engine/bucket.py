@@ -97,6 +97,7 @@ class BucketState:
                 torch.empty(shape, device="meta").stride(),
             )
             param.full = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+            param.settle_home(param.full)
         self._fulls = tuple(param.full for param in self.params)
         self._hooked.clear()
         self.release()

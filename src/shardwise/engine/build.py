@@ -20,7 +20,7 @@ from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Transport
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.mesh import ShardMesh, resolve_mesh
-from shardwise.engine.param import ShardedParam, Slot
+from shardwise.engine.param import ShardedParam, Slot, home_of
 from shardwise.engine.shard_tensor import Mark, ShardTensor
 from shardwise.layout import (
     MixedPrecisionPolicy,
@@ -29,6 +29,8 @@ from shardwise.layout import (
     layout_unit,
     strategy_named,
 )
+
+Tie = tuple[ShardedParam, Slot]
 
 
 @dataclass(slots=True)
@@ -69,14 +71,21 @@ def find_params(
     ignored: set[int],
     shard_dim_of: Callable[[str, nn.Parameter], int],
     is_sharded: Callable[[nn.Module], bool],
-) -> list[Found]:
-    """Parameters in module order; a tied parameter appears once, with all its slots."""
+) -> tuple[list[Found], list[Tie]]:
+    """Parameters in module order; a tied parameter appears once, with all its slots.
+
+    Slots that hold a parameter of a unit made before are ties to that unit.
+    """
     found: dict[int, Found] = {}
+    ties: list[Tie] = []
     for position, module in enumerate(modules):
         prefix = f"{position}." if len(modules) > 1 else ""
         for name, owner in own_modules(module, prefix, is_sharded):
             for key, param in owner._parameters.items():
                 if param is None or id(param) in ignored or isinstance(param, ShardTensor):
+                    continue
+                if home_of(param) is not None:  # tied to a parameter of another unit
+                    ties.append((home_of(param), (owner._parameters, key)))
                     continue
                 if id(param) not in found:
                     _check_param(f"{name}{key}", param)
@@ -86,7 +95,7 @@ def find_params(
                 slots = found[id(param)].slots
                 if all(s[0] is not owner._parameters or s[1] != key for s in slots):
                     slots.append((owner._parameters, key))
-    return list(found.values())
+    return list(found.values()), ties
 
 
 def own_modules(

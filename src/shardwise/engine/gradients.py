@@ -149,6 +149,8 @@ class BucketGrads:
         reduction = Reduction(self, handle, self.out, self.layout, had, all_reduce)
         self.buffer = self.out = None
         self.num_arrived = 0
+        if self.state.layout.world == 1 and all_reduce:
+            reduction.start_all_reduce()  # nothing to wait for before
         return reduction
 
 
@@ -162,26 +164,38 @@ class Reduction:
     layout: ReduceLayout
     had: tuple[bool, ...]
     all_reduce: bool
+    over_replicas: Handle | None = None
 
     def wait(self) -> None:
         """Wait, drop the result. After an exception peers may still read what this rank posted."""
         self.handle.wait()
 
+    def start_all_reduce(self) -> None:
+        """Sum over the replicas, with what was kept from before."""
+        state = self.grads.state
+        if state.mesh.replicate.size == 1:
+            return
+        assert state.bucket is not None
+        if self.grads.replica is not None:
+            self.out.add_(self.grads.replica)
+            self.grads.replica = None
+        self.over_replicas = state.transport.all_reduce(state.bucket, self.out)
+
     def finish(self, *, run_hooks: bool = True) -> None:
         self.handle.wait()
-        state, out = self.grads.state, self.out
-        if state.mesh.replicate.size > 1:
-            if self.grads.replica is not None:
-                out.add_(self.grads.replica)
-                self.grads.replica = None
+        if self.grads.state.mesh.replicate.size > 1:
             if not self.all_reduce:
                 self._keep_replica()
                 return
-            assert state.bucket is not None
-            state.transport.all_reduce(state.bucket, out).wait()
+            if self.over_replicas is None:
+                self.start_all_reduce()
+            assert self.over_replicas is not None
+            self.over_replicas.wait()
         self._deliver(run_hooks)
 
     def _keep_replica(self) -> None:
+        if self.grads.replica is not None:
+            self.out.add_(self.grads.replica)
         self.grads.replica = self.out
         for i in self.layout.indices:
             self.grads.state.params[i].mark_pending(self.grads.pending(i))

@@ -10,6 +10,8 @@ partial   sum of gradients that were not reduced yet (accumulation without sync)
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,10 +26,20 @@ from shardwise.layout import ParamLayout
 Slot = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 
 
+_HOME = "_shardwise_home"
+
+
+def home_of(tensor: torch.Tensor) -> ShardedParam | None:
+    """The sharded parameter that took the place of `tensor`, or whose full form it is."""
+    ref = getattr(tensor, _HOME, None)
+    return ref() if ref is not None else None
+
+
 class ShardedParam:
     """See the module docstring. `slots` has more than one entry for tied parameters."""
 
     __slots__ = (
+        "__weakref__",
         "between",
         "full",
         "layout",
@@ -38,6 +50,7 @@ class ShardedParam:
         "partial_grad",
         "sharded",
         "slots",
+        "unit",
     )
 
     def __init__(
@@ -50,6 +63,7 @@ class ShardedParam:
         self.mark = mark
         self.sharded: nn.Parameter = None  # type: ignore[assignment]  # set by make_sharded
         self.full: nn.Parameter = None  # type: ignore[assignment]  # set by the bucket
+        self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
         self.between: nn.Parameter | None = None  # over a smaller world, see `regroup`
         self.partial: torch.Tensor | None = None
         self.partial_grad: ShardTensor | None = None
@@ -62,14 +76,19 @@ class ShardedParam:
         self.sharded = make_parameter(
             local, self.layout, self.mesh, self.name, self.mark, origin.requires_grad
         )
+        self.settle_home(origin)
         for key, value in vars(origin).items():
-            if not hasattr(self.sharded, key):
+            if key != _HOME and not hasattr(self.sharded, key):
                 setattr(self.sharded, key, value)
         if origin.requires_grad:
             for hook in tensor_hooks(origin):
                 self.sharded.register_hook(hook)
             for accumulate_hook in post_accumulate_hooks(origin):
                 self.sharded.register_post_accumulate_grad_hook(accumulate_hook)
+
+    def settle_home(self, tensor: torch.Tensor) -> None:
+        """Leave word on a tensor that this is what it became: tied modules and optimizers ask."""
+        setattr(tensor, _HOME, weakref.ref(self))
 
     def adopt_sharded(self, local: torch.Tensor, sharded: nn.Parameter) -> None:
         """Point a parameter that optimizers hold at its new place in the buffer."""

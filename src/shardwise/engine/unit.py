@@ -23,7 +23,7 @@ import torch
 from shardwise._torch_compat import graph_task, in_functorch_transform
 from shardwise.comm.transport import DONE, Handle
 from shardwise.engine.bucket import BucketState
-from shardwise.engine.build import Found, Plan, build_buckets
+from shardwise.engine.build import Found, Plan, Tie, build_buckets
 from shardwise.engine.gradients import BucketGrads, Reduction, mean_scale
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped, grouped_mesh
@@ -81,6 +81,8 @@ class Unit:
         self._handles: list[Handle] = []
         self._regrouped: Regrouped | None = None
         self._modules_run = 0
+        self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
+        self._num_users = 0  # tied units that run now and need this one gathered
 
     def _build(self, found: list[Found]) -> None:
         self.buckets = build_buckets(self.name, found, self.plan, self.mark)
@@ -89,6 +91,8 @@ class Unit:
         self._grads_of = {id(b): g for b, g in zip(self.buckets, self.grads, strict=True)}
         for bucket in self.buckets:
             bucket.unit = weakref.ref(self)
+            for param in bucket.params:
+                param.unit = bucket.unit
 
     @property
     def wires(self) -> list[Wire]:
@@ -134,6 +138,19 @@ class Unit:
         self.mark.count += 1
         self._regrouped = None
         self._build(found)
+
+    def tie(self, ties: list[Tie]) -> None:
+        """Register, in slots of this unit's modules, parameters that belong to other units.
+
+        While this unit runs, those are gathered too. Such a parameter has one full form, so its
+        gradient holds the contributions of all places.
+        """
+        for home, slot in ties:
+            home.slots.append(slot)
+            slot[0][slot[1]] = home.sharded
+            owner = home.unit()
+            if owner is not None and owner is not self and owner not in self._tied_to:
+                self._tied_to.append(owner)
 
     def materialize(self) -> None:
         """Allocate shards for parameters on the meta device. What is in them is undefined until
@@ -226,9 +243,18 @@ class Unit:
         self.wait_unshard()
         self.use_full()
         self._modules_run += 1
+        for owner in self._tied_to:
+            owner._num_users += 1
+            owner.unshard()
+            owner.wait_unshard()
+            owner.use_full()
 
     def post_forward(self, in_backward: bool) -> None:
         """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
+        for owner in self._tied_to:
+            owner._num_users -= 1
+            if not in_backward and owner._modules_run == 0:
+                owner.rest_after_forward()
         if in_backward:
             self._modules_run = 0
             return
@@ -239,6 +265,8 @@ class Unit:
     def rest_after_forward(self) -> None:
         """The state between forward and backward."""
         self._modules_run = 0
+        if self._num_users:
+            return
         if in_functorch_transform():
             # tangents and wrapped outputs, which no hook of ours can follow, may still need the
             # full copy
@@ -270,6 +298,8 @@ class Unit:
             self.unshard()
             self.wait_unshard()
             self.use_full()
+            for owner in self._tied_to:
+                owner.pre_backward()
 
     def rest_after_backward(self) -> None:
         """The state after a backward."""
@@ -312,14 +342,14 @@ class Unit:
 
     def issue_reductions(self) -> list[Reduction]:
         """Reduce every trainable bucket."""
-        reductions = []
-        with self.streams.lane("reduce"):
-            for bucket, grads in zip(self.buckets, self.grads, strict=True):
-                if grads.trainable_layout().indices:
-                    reductions.append(grads.issue(self.scale(bucket), self.requires_all_reduce))
+        reductions = [self.issue_reduction(g) for g in self.grads if g.trainable_layout().indices]
         if reductions:
             self.context.note("RS", self)
         return reductions
+
+    def issue_reduction(self, grads: BucketGrads) -> Reduction:
+        with self.streams.lane("reduce"):
+            return grads.issue(self.scale(grads.state), self.requires_all_reduce)
 
     def settle_partials(self) -> None:
         """Reduce partial gradients now, because somebody reads them (clipping, a step inside
@@ -341,7 +371,7 @@ class Unit:
             grads.discard()
         for param in self.params:
             param.full.grad = None
-        self._modules_run = 0
+        self._modules_run = self._num_users = 0
         self.in_double_backward = False
         if self._regrouped is not None:
             self._regrouped.is_kept = False
