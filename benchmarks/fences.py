@@ -2,9 +2,9 @@
 
     python benchmarks/fences.py [--ranks 2 4] [--mib 28] [--repeat 20]
 
-Prints one line for each number of ranks and operation: median microseconds (fences) or milliseconds
-(movements of `--mib` MiB of fp32 parameters in four tensors), as seen by the slowest rank. Pages
-are warm: every operation has run once before it is timed.
+Prints one line for each number of ranks and operation: microseconds (fences) or milliseconds
+(movements of `--mib` MiB of fp32 parameters in four tensors), median and best, as seen by the
+slowest rank. Pages are warm: every operation has run once before it is timed.
 """
 
 from __future__ import annotations
@@ -31,30 +31,37 @@ HERE = Position(0, "backward", "benchmark")
 CPU = torch.device("cpu")
 
 
-def slowest(seconds: list[float]) -> float:
-    """The median over repetitions, then the slowest rank's."""
-    medians: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(medians, statistics.median(seconds))
-    return max(medians)
+Seconds = tuple[float, float]  # median and best over the repetitions
 
 
-def timed(body: Callable[[], None], repeat: int) -> float:
+def slowest(seconds: list[float]) -> Seconds:
+    """The slowest rank's median, and its best."""
+    ranks: list[Seconds] = [(0.0, 0.0)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (statistics.median(seconds), min(seconds)))
+    return max(median for median, _ in ranks), max(best for _, best in ranks)
+
+
+def timed(body: Callable[[], None], repeat: int, per: int = 1) -> Seconds:
+    """Seconds of one of the `per` operations in `body`."""
     body()
     seconds = []
     for _ in range(repeat):
         dist.barrier()
         started = time.perf_counter()
         body()
-        seconds.append(time.perf_counter() - started)
+        seconds.append((time.perf_counter() - started) / per)
     return slowest(seconds)
 
 
-def fences(shared: SharedMemoryTransport, rounds: int = 300) -> dict[str, float]:
-    """Seconds of one phase without and with the entry fence, of one agreement, and of Gloo's "
-    "barrier."""
+def fences(shared: SharedMemoryTransport, rounds: int = 100) -> dict[str, Seconds]:
+    """One phase, the same with an agreement, and Gloo's barrier."""
 
-    def many(step: Callable[[], None]) -> float:
-        return timed(lambda: [step() for _ in range(rounds)] and None, 3) / rounds
+    def many(step: Callable[[], None]) -> Seconds:
+        def body() -> None:
+            for _ in range(rounds):
+                step()
+
+        return timed(body, 9, rounds)
 
     def phase() -> None:
         shared.enter(HERE)
@@ -65,17 +72,16 @@ def fences(shared: SharedMemoryTransport, rounds: int = 300) -> dict[str, float]
         shared.agree([True] * 50)
         shared.leave(HERE)
 
-    whole = many(phase)
     return {
-        "phase (enter, entry fence, leave)": whole,
-        "agree on 50 flags": max(many(agree) - whole, 0.0),
+        "phase: both fences": many(phase),
+        "phase that agrees on 50 flags": many(agree),
         "gloo barrier": many(dist.barrier),
     }
 
 
 def movements(
     transport: Transport, sharded: Transport, world: int, numel: int, repeat: int
-) -> dict[str, float]:
+) -> dict[str, Seconds]:
     """Seconds per movement;
 
     `transport` has the ranks on the replicate axis, `sharded` on the shard axis.
@@ -110,7 +116,7 @@ def movements(
     return results
 
 
-def phases(transport: Transport, body: Callable[[], None], repeat: int) -> float:
+def phases(transport: Transport, body: Callable[[], None], repeat: int) -> Seconds:
     def step() -> None:
         transport.enter(HERE)
         body()
@@ -124,6 +130,10 @@ def layout_of(numel: int, world: int, gather_dtype: torch.dtype):
     return layout_bucket(specs, gather_dtype=gather_dtype, reduce_dtype=torch.float32, world=world)
 
 
+def of(seconds: Seconds, unit: float) -> str:
+    return f"{seconds[0] * unit:8.1f} (best {seconds[1] * unit:8.1f})"
+
+
 def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -131,7 +141,7 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
     shard = Axis("shard", every, rank, dist.group.WORLD), Axis("replicate", (rank,), 0, None)
     whole = Axis("shard", (rank,), 0, None), Axis("replicate", every, rank, dist.group.WORLD)
     lines = [
-        f"{world} ranks  {name:34} {seconds * 1e6:9.1f} us"
+        f"{world} ranks  {name:32} {of(seconds, 1e6)} us"
         for name, seconds in fences(SharedMemoryTransport(*shard)).items()
     ]
     numel = options.mib * 2**20 // 4
@@ -140,8 +150,8 @@ def run(rank: int, world: int, store: str, options: argparse.Namespace) -> None:
         for kind in (SharedMemoryTransport, C10dTransport)
     )
     lines += [
-        f"{world} ranks  {f'{name}, {options.mib} MiB':34} {ours[name] * 1e3:9.2f} ms   "
-        f"gloo {gloo[name] * 1e3:9.2f} ms"
+        f"{world} ranks  {f'{name}, {options.mib} MiB':32} {of(ours[name], 1e3)} ms   "
+        f"gloo {of(gloo[name], 1e3)} ms"
         for name in ours
     ]
     if rank == 0:

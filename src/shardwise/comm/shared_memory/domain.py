@@ -178,10 +178,11 @@ class Domain:
         self.doorbell.ring()
 
     def check_abandoned(self) -> None:
-        """Raise when a peer has ended this phase by an exception."""
+        """Raise when a peer has ended this phase by an exception; it then ends here as well."""
         self.order()
         for i in self.others:
             if self.controls[i].has_abandoned(self.phase):
+                self.abandon()
                 raise TransportError(
                     f"rank {self.ranks[i]} ended {self.own.text} by an exception, so this phase "
                     "ends here too. "
