@@ -56,7 +56,7 @@ def reduce_ones(transport: SharedMemoryTransport, bucket: Bucket, value: float =
     return transport.reduce(bucket, grads, out, 1.0), out
 
 
-# -- exceptions ------------------------------------------------------------------------------------
+# -- exceptions
 @on_ranks(2, 3)
 def test_an_exception_on_one_rank_ends_the_phase_on_all(rank: int, world: int) -> None:
     """Whatever the ranks do meanwhile, all leave a phase or all get an error;
@@ -144,7 +144,7 @@ def test_calls_at_the_wrong_moment(rank: int, world: int) -> None:
         transport.attach("x[0]", flat_layout(64, 3), CPU)
 
 
-# -- divergence ------------------------------------------------------------------------------------
+# -- divergence
 @on_ranks(2)
 def test_different_positions_are_named_on_all_ranks(rank: int, world: int) -> None:
     transport = transport_of(rank, world)
@@ -199,7 +199,7 @@ def test_different_trainable_parameters_are_named(rank: int, world: int) -> None
     assert any("requires_grad" in error for error in errors)
 
 
-# -- time and death --------------------------------------------------------------------------------
+# -- time and death
 @on_ranks(2)
 def test_a_wait_ends_with_who_waits_for_whom(rank: int, world: int) -> None:
     transport = transport_of(rank, world)
@@ -287,7 +287,7 @@ def memfd_inodes() -> set[int]:
     return found
 
 
-# -- memory ----------------------------------------------------------------------------------------
+# -- memory
 @on_ranks(2, 3)
 def test_nothing_grows_over_many_steps(rank: int, world: int) -> None:
     """Buckets of different sizes, reduced in different orders:
@@ -396,6 +396,8 @@ def test_a_bucket_gives_its_memory_back_with_its_last_tensor(rank: int, world: i
             os._exit(0)
         os.waitpid(pid, 0)
         assert view.sum() == 4.0
+        dist.barrier()
+        assert transport._domain.controls[1 - rank].mapping.owner_lives(), "the child was no rank"
         del view
         gc.collect()
         assert held_bytes(transport) - before < MIB
@@ -413,7 +415,7 @@ def test_a_forked_child_cannot_be_a_rank(rank: int, world: int) -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
-# -- other ways in, and none -----------------------------------------------------------------------
+# -- other ways in, and none
 def refuse(*_: object) -> dict[int, int]:
     raise PermissionError("closed")
 

@@ -92,19 +92,16 @@ class Domain:
         self._round = 0
 
     # -- phases
-    # --------------------------------------------------------------------------------------
     def enter(self, position: Position) -> None:
         if os.getpid() != self._pid:
             raise TransportError(
                 "shared_memory: this process was forked from a rank; only the rank itself may use "
-                "the engine. "
-                "Start helpers with spawn, or keep the model out of them."
+                "the engine. Start helpers with spawn, or keep the model out of them."
             )
         if self.active:
             raise TransportError(
                 f"shared_memory: {position.phase} of {position.unit!r} entered while "
-                f"{self.own.text} has "
-                "not been left; a phase ends with leave() or abandon()."
+                f"{self.own.text} has not been left; a phase ends with leave() or abandon()."
             )
         previous = self.phase
         self.wait(
@@ -143,8 +140,8 @@ class Domain:
                 raise DivergenceError(
                     f"rank {self.ranks[self.me]} is at {self.own.text}, rank {self.ranks[i]} at "
                     f"{self.controls[i].text}: all ranks of a mesh must run the same forwards and "
-                    "backwards in the same order. Look for a branch that depends on the rank or on "
-                    "local data."
+                    "backwards in the same order. Look for a branch that depends on the rank or "
+                    "on local data."
                 )
         self.check_abandoned()
         self._all_entered = True
@@ -185,8 +182,8 @@ class Domain:
                 self.abandon()
                 raise TransportError(
                     f"rank {self.ranks[i]} ended {self.own.text} by an exception, so this phase "
-                    "ends here too. "
-                    f"The cause is the error on rank {self.ranks[i]}; read its log first."
+                    f"ends here too. The cause is the error on rank {self.ranks[i]}; read its log "
+                    "first."
                 )
 
     def _phase(self, what: str) -> int:
@@ -195,7 +192,6 @@ class Domain:
         return self.phase
 
     # -- small exchanges
-    # -----------------------------------------------------------------------------
     def agree(self, flags: list[bool]) -> list[bool]:
         """ "Or" over all ranks, in rounds of one buffer's length."""
         if not self.others or not flags:
@@ -235,7 +231,6 @@ class Domain:
         return [bool(flag) for flag in bits.to_bytes(len(flags), "little")]
 
     # -- waiting
-    # -------------------------------------------------------------------------------------
     def wait(
         self,
         ready: Callable[[], bool],
@@ -291,8 +286,8 @@ class Domain:
                 raise PeerTimeoutError(
                     self._describe(lacks, what, now - started)
                     + "\nAll ranks of a mesh must make the same engine "
-                    f"calls. If one may really take longer, raise {WAIT_LIMIT_VARIABLE} "
-                    f"(now {self.wait_limit_s:g} s)."
+                    f"calls. If one may really take longer, raise {WAIT_LIMIT_VARIABLE} (now "
+                    f"{self.wait_limit_s:g} s)."
                 )
             if now >= warn_at:
                 warn_at = now + 6 * WARN_S

@@ -64,8 +64,8 @@ def check_peers(domain: Domain, bucket: Bucket, shards: Shards) -> None:
             raise DivergenceError(
                 f"bucket {bucket.name!r} is number {shards.key} on rank {domain.ranks[domain.me]} "
                 f"({bucket.layout.shard_bytes} bytes for each rank), rank {domain.ranks[i]} "
-                f"{found}. All ranks must "
-                "shard the same modules in the same order, and delete models at the same point."
+                f"{found}. All ranks must shard the same modules in the same order, and delete "
+                "models at the same point."
             )
         records.append(record)
     shards.records = tuple(records)

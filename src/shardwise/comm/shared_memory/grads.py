@@ -138,8 +138,7 @@ class OutgoingGrads:
         if grad.shape != places.shape:
             raise ValueError(
                 f"{self.plan.layout.params[index].name}: expected a gradient of shape "
-                f"{tuple(places.shape)}, "
-                f"found {tuple(grad.shape)}"
+                f"{tuple(places.shape)}, found {tuple(grad.shape)}"
             )
         with torch.no_grad():
             if grad.layout is not torch.strided:
@@ -169,8 +168,7 @@ class OutgoingGrads:
         if self.slot.holder is not self:
             raise RuntimeError(
                 "a gradient buffer serves one reduction in the phase that it was made in; get a "
-                "new one "
-                "with grad_buffer()."
+                "new one with grad_buffer()."
             )
         return self.slot
 

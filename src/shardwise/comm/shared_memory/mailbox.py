@@ -189,8 +189,8 @@ class Exchange:
         if self.failed:
             raise TransportError(
                 f"the reduction of {self.bucket.name} was dropped, because its phase ended by an "
-                "exception; "
-                "the gradients of this step are incomplete: zero them and run the step again."
+                "exception; the gradients of this step are incomplete: zero them and run the step "
+                "again."
             )
         if not self.done:
             self.mailbox.finish(self)
@@ -223,12 +223,10 @@ class Exchange:
             if record.fingerprint != self._fingerprint or slot.shape != (part_numel, num_params):
                 raise DivergenceError(
                     f"bucket {self.bucket.name!r}: rank {domain.ranks[domain.me]} reduces "
-                    f"{num_params} parameters "
-                    f"in parts of {part_numel} elements, rank {domain.ranks[i]} has "
-                    f"{record.name!r} with "
-                    f"{slot.shape[1]} in parts of {slot.shape[0]}. All ranks must shard the same "
-                    "modules in the "
-                    "same order and train the same parameters (requires_grad)."
+                    f"{num_params} parameters in parts of {part_numel} elements, rank "
+                    f"{domain.ranks[i]} has {record.name!r} with {slot.shape[1]} in parts of "
+                    f"{slot.shape[0]}. All ranks must shard the same modules in the same order and "
+                    "train the same parameters (requires_grad)."
                 )
             slots[r] = slot
         return slots

@@ -108,8 +108,7 @@ class SharedMemoryTransport:
         if shard.data_ptr() != shards.address:
             raise TransportError(
                 f"{bucket.name}: shared memory gathers from the bucket's own buffer, which peers "
-                "can read; "
-                "found another tensor. Write to the buffer, or use transport='c10d'."
+                "can read; found another tensor. Write to the buffer, or use transport='c10d'."
             )
         domain.own.at = shards.key + 1
         domain.entry_fence()
