@@ -81,7 +81,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    steps: int = 150
+    steps: int = 120
     """Optimizer steps of the whole run, the resumed part included."""
     global_batch: int = 32
     """Sequences per optimizer step, over all ranks."""
@@ -89,7 +89,7 @@ class TrainConfig:
     """Sequences per forward on one rank; global_batch is a multiple of ranks * micro_batch."""
     grad_clip: float = 1.0
     """Limit of the global gradient norm; 0: none."""
-    eval_every: int = 50
+    eval_every: int = 40
     """Steps between evaluations on the held-out part (and after the last step); 0: never."""
     eval_samples: int = 128
     """Held-out sequences per evaluation, evenly spread over the held-out part."""
@@ -139,7 +139,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    every: int = 25
+    every: int = 20
     """Steps between checkpoints; the last step and SIGTERM save too. 0: only these."""
     keep: int = 2
     """How many complete checkpoints stay; 0: all."""
