@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.optimizer_state import get_optimizer_state_dict
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
     from shardwise.engine.grad_utils import clip_grad_norm_, mark_dirty, no_sync
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from shardwise.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
     from shardwise.engine.shard_model import shard_model
     from shardwise.engine.shard_tensor import ShardTensor
+    from shardwise.engine.token_mean import global_mean
     from shardwise.layout import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
 
 __version__ = "0.1.0"
@@ -33,6 +35,8 @@ _HOMES = {
     "UnshardHandle": "engine.module",
     "clip_grad_norm_": "engine.grad_utils",
     "fully_shard": "engine.api",
+    "get_optimizer_state_dict": "checkpoint.optimizer_state",
+    "global_mean": "engine.token_mean",
     "mark_dirty": "engine.grad_utils",
     "materialize": "engine.materialize",
     "no_sync": "engine.grad_utils",
@@ -52,6 +56,8 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
+    "get_optimizer_state_dict",
+    "global_mean",
     "mark_dirty",
     "materialize",
     "no_sync",

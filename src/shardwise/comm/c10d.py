@@ -79,6 +79,8 @@ class C10dTransport:
             if shard.data_ptr() != out.data_ptr():
                 out.copy_(shard, non_blocking=True)
             return DONE
+        if not out.numel():
+            return DONE
         plan = GatherPlan.of(bucket)
         packed = out if plan.in_place else out.new_empty(plan.packing.numel)
         own = plan.packing.chunk(packed, bucket.shard.rank)

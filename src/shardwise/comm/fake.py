@@ -53,6 +53,8 @@ class FakeTransport:
             if shard.data_ptr() != out.data_ptr():
                 out.copy_(shard)
             return DONE
+        if not out.numel():
+            return DONE
         size_bytes = layout.chunk_numel * layout.gather_dtype.itemsize
         self.record.append(Recorded("gather", bucket.name, size_bytes))
         out.zero_()

@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Transport
-from shardwise.engine.build import Plan, find_params, move_buffers
+from shardwise.engine.audit import synchronize
+from shardwise.engine.build import Found, Plan, find_params, move_buffers, own_modules
 from shardwise.engine.context import Context
 from shardwise.engine.mesh import regrouped_strategy, resolve_mesh, strategy_for
 from shardwise.engine.module import FSDPModule, ModuleState, swap_class
+from shardwise.engine.optimizers import watch_optimizers
 from shardwise.engine.streams import streams_for
 from shardwise.engine.unit import Unit
 from shardwise.layout import Lifetime, MixedPrecisionPolicy, OffloadPolicy, Strategy
@@ -80,6 +83,8 @@ def fully_shard(
     found, ties = find_params(
         modules, set(ignored), _placement_reader(shard_placement_fn), _is_sharded
     )
+    synchronize(_full_tensors(modules, found), shard_mesh)
+    watch_optimizers()
     name = type(modules[0]).__name__
     unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
     unit.tie(ties)
@@ -91,6 +96,15 @@ def fully_shard(
     for m in modules:
         swap_class(m, ModuleState(unit))
     return module
+
+
+def _full_tensors(modules: list[nn.Module], found: list[Found]) -> list[tuple[str, torch.Tensor]]:
+    """What ranks must agree on: the parameters of this call, and buffers."""
+    named: list[tuple[str, torch.Tensor]] = [(f.name, f.param) for f in found]
+    for module in modules:
+        for name, owner in own_modules(module, "", _is_sharded):
+            named += [(f"{name}{k}", b) for k, b in owner._buffers.items() if b is not None]
+    return named
 
 
 def _checked_modules(module: Any) -> list[nn.Module]:

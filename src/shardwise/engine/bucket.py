@@ -14,6 +14,7 @@ written since.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,9 @@ from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.shard_tensor import Mark
 from shardwise.layout import BucketLayout
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 class BucketState:
@@ -127,7 +131,10 @@ class BucketState:
         shard = self.bucket.buffer
         if self.offload:
             shard = shard.to(self.mesh.device, non_blocking=True)
-        handle = self.transport.gather(self.bucket, shard, self.out)
+        # Transports keep views from their first gather; made in inference mode they were of no use
+        # outside of it.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+            handle = self.transport.gather(self.bucket, shard, self.out)
         self.set_gathered_versions()
         return handle
 

@@ -84,8 +84,9 @@ def find_params(
             for key, param in owner._parameters.items():
                 if param is None or id(param) in ignored or isinstance(param, ShardTensor):
                     continue
-                if home_of(param) is not None:  # tied to a parameter of another unit
-                    ties.append((home_of(param), (owner._parameters, key)))
+                home = home_of(param)
+                if home is not None:  # tied to a parameter of another unit
+                    ties.append((home, (owner._parameters, key)))
                     continue
                 if id(param) not in found:
                     _check_param(f"{name}{key}", param)

@@ -16,12 +16,15 @@ import weakref
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 
 from shardwise._torch_compat import graph_task
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.bucket import BucketState
+from shardwise.engine.token_mean import count_of_backward
 from shardwise.engine.unit import Unit
 from shardwise.engine.wire import Wire, enter_all, leave_all
+from shardwise.errors import EngineError
 from shardwise.events import EventLog
 
 
@@ -35,6 +38,9 @@ class Context:
         self.backward: BackwardPass | None = None
         self.log: EventLog | None = None
         self._entered: list[Wire] = []
+        self.num_tokens: float | None = None  # since the last reduction; None: losses are means
+        self.is_accumulating = False  # a backward without sync has left partial gradients
+        self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
 
     # -- units -----------------------------------------------------------------------------------
     @property
@@ -125,9 +131,45 @@ class Context:
             unit.abandon()
         self.order.clear()
         self.depth = 0
+        self.num_tokens, self.is_accumulating, self.divisor = None, False, None
         entered, self._entered = self._entered, []
         for wire in entered:
             wire.abandon()
+
+    # -- counting tokens (see `token_mean`)
+    # ---------------------------------------------------------
+    def count_tokens(self) -> None:
+        """At the start of a backward: add its tokens; when it reduces, agree on the total."""
+        count = count_of_backward()
+        if self.is_accumulating and (count is None) != (self.num_tokens is None):
+            raise EngineError(
+                "micro-batches with and without global_mean() are mixed in one accumulation; use "
+                "it "
+                "for all micro-batches of a step, or for none"
+            )
+        self.num_tokens = None if count is None else (self.num_tokens or 0.0) + count
+        self.is_accumulating = True
+        if self.num_tokens is not None and any(u.requires_sync for u in self.units):
+            self.divisor = self.total_tokens()
+
+    def total_tokens(self) -> float | None:
+        """Tokens since the last reduction, over all ranks (a small all-reduce); None: not
+        counted.
+        """
+        if self.num_tokens is None:
+            return None
+        mesh = self.units[0].mesh
+        total = torch.tensor([self.num_tokens], dtype=torch.float64, device=mesh.device)
+        for axis in (mesh.shard, mesh.replicate):
+            if axis.size > 1:
+                dist.all_reduce(total, group=axis.group)
+        return max(total.item(), 1.0)
+
+    def tokens_reduced(self) -> None:
+        """At the end of a backward: a reduction starts the count anew."""
+        if any(u.requires_sync for u in self.units):
+            self.num_tokens, self.is_accumulating = None, False
+        self.divisor = None
 
     # -- backward --------------------------------------------------------------------------------
     def backward_pass(self) -> BackwardPass:
@@ -135,11 +177,13 @@ class Context:
         if self.backward is None:
             self.backward = BackwardPass(self)
             self._enter("backward", "")
+            self.count_tokens()
         self.backward.watch_end()
         return self.backward
 
     def end_backward(self) -> None:
         self.backward = None
+        self.tokens_reduced()
         self._leave("backward", "")
 
     def gradient_arrived(self, unit: Unit, bucket: BucketState, index: int) -> None:

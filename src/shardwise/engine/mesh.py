@@ -79,7 +79,7 @@ def resolve_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> ShardMesh:
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
             "'shard')), or full_shard"
         )
-    names = mesh.mesh_dim_names or ("shard",)
+    names = (*(mesh.mesh_dim_names or ("shard",)), "")
     device = _device_of(mesh)
     if strategy.shard is None:
         whole = mesh if mesh.ndim == 1 else mesh._flatten()

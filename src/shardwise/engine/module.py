@@ -16,7 +16,9 @@ import torch
 import torch.nn as nn
 
 from shardwise.engine import forward
+from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, meta_tensors
 from shardwise.engine.context import Context
+from shardwise.engine.optimizers import repoint_all
 from shardwise.engine.unit import Unit
 
 _STATE = "_shardwise_state"
@@ -161,7 +163,9 @@ class FSDPModule:
         """`to`, `to_empty`, `float`, ...: work on the shards, then pick up what they became."""
         unit = unit_of(self)
         unit.reshard()
+        on_meta = meta_tensors(cast(nn.Module, self))
         out = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        mark_unfilled(on_meta)
         unit.refresh()
         return out
 
@@ -263,7 +267,9 @@ def adopt(root: nn.Module) -> None:
     context.take_in(list({id(s.unit): s.unit for _, _, s in below}.values()))
     _name_parameters(root)
     _check_materialized(root)
+    check_filled(root)
     _check_owned(root, context)
+    repoint_all()
 
 
 def _name_parameters(root: nn.Module) -> None:
@@ -288,22 +294,9 @@ def _check_materialized(root: nn.Module) -> None:
 
 
 def _check_owned(root: nn.Module, context: Context) -> None:
-    owned = {id(p.sharded) for u in context.units for p in u.params}
-    owned |= {id(p.full) for u in context.units for p in u.params}
-    ignored = {i for u in context.units for i in u.ignored}
-    stray = [
-        n
-        for n, p in root.named_parameters()
-        if p.requires_grad and id(p) not in owned and id(p) not in ignored
-    ]
-    if stray:
-        raise RuntimeError(
-            f"trainable parameters that no unit owns: "
-            f"{', '.join(stray[:8])}{' ...' if len(stray) > 8 else ''}; their "
-            "gradients would not be averaged over the ranks. Call fully_shard on the module that "
-            "holds them (new "
-            "adapters too), or pass them as ignored_params if you reduce their gradients yourself"
-        )
+    params = [p for u in context.units for p in u.params]
+    owned = {id(t) for p in params for t in (p.sharded, p.full, p.between)}
+    check_owned(root, owned, {i for u in context.units for i in u.ignored})
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

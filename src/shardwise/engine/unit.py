@@ -86,7 +86,7 @@ class Unit:
 
     def _build(self, found: list[Found]) -> None:
         self.buckets = build_buckets(self.name, found, self.plan, self.mark)
-        ref = weakref.ref(self)
+        ref: weakref.ref[Unit] = weakref.ref(self)
         self.grads = [BucketGrads(b, lambda: _settle(ref)) for b in self.buckets]
         self._grads_of = {id(b): g for b, g in zip(self.buckets, self.grads, strict=True)}
         for bucket in self.buckets:
@@ -331,7 +331,9 @@ class Unit:
         return False
 
     def scale(self, bucket: BucketState) -> Any:
-        return mean_scale(bucket.mesh.world, bucket.layout.reduce_dtype, self.divide_by)
+        return mean_scale(
+            bucket.mesh.world, bucket.layout.reduce_dtype, self.divide_by or self.context.divisor
+        )
 
     @property
     def has_unreduced(self) -> bool:
@@ -356,6 +358,7 @@ class Unit:
         `no_sync`).
         """
         enter_all(self.wires, "settle", self.name)
+        self.context.divisor = self.context.total_tokens()
         with torch.no_grad():
             reductions = []
             for bucket, grads in zip(self.buckets, self.grads, strict=True):
@@ -363,6 +366,7 @@ class Unit:
                     reductions.append(grads.issue(self.scale(bucket), True))
             for reduction in reductions:
                 reduction.finish(run_hooks=False)
+        self.context.divisor = None
         leave_all(self.wires, "settle", self.name)
 
     def abandon(self) -> None:

@@ -12,8 +12,10 @@ so a rank's buffer is what a collective sends as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -105,10 +107,19 @@ class ParamLayout:
     def shard_numel(self, rank: int) -> int:
         return self.outer * self.cuts.size(rank) * self.inner
 
+    def shard_numels(self) -> list[int]:
+        """`shard_numel` of every rank."""
+        row = self.outer * self.inner
+        return [row * (stop - start) for start, stop in pairwise(self.cuts.bounds)]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class BucketLayout:
-    """Parameters of a unit that share axes and dtypes: one buffer, one collective."""
+    """Parameters of a unit that share axes and dtypes: one buffer, one collective.
+
+    No slots: what depends on all ranks is computed once, since steps ask for it and there may be
+    thousands of ranks.
+    """
 
     params: tuple[ParamLayout, ...]
     dtype: torch.dtype
@@ -117,32 +128,30 @@ class BucketLayout:
     world: int
     replicas: int = 1
 
-    @property
+    @cached_property
     def full_numel(self) -> int:
         """Elements of the gathered buffer, padding included."""
         return self.params[-1].full_offset + self.params[-1].numel if self.params else 0
 
     def shard_offsets(self, rank: int) -> tuple[int, ...]:
         """Offset of every parameter in the shard buffer of `rank`."""
-        offsets, at = [], 0
-        for p in self.params:
-            numel = p.shard_numel(rank)
-            offsets.append(place(at, numel))
-            at = offsets[-1] + numel
-        return tuple(offsets)
+        return self._packings[rank][0]
 
     def shard_numel(self, rank: int) -> int:
         """Elements of the shard buffer that `rank` fills, padding included."""
-        if not self.params:
-            return 0
-        return self.shard_offsets(rank)[-1] + self.params[-1].shard_numel(rank)
+        return self._packings[rank][1]
 
-    @property
+    @cached_property
+    def _packings(self) -> list[tuple[tuple[int, ...], int]]:
+        """For every rank the offsets of its parts, and where they end."""
+        return pack_parts(self.params, self.world, place)
+
+    @cached_property
     def chunk_numel(self) -> int:
         """Elements of every rank's shard buffer: the largest `shard_numel`."""
-        return max(self.shard_numel(rank) for rank in range(self.world))
+        return max(end for _, end in self._packings)
 
-    @property
+    @cached_property
     def is_rank_major(self) -> bool:
         """True when the gathered buffer is the shard buffers end to end: gathered in place."""
         if self.world == 1:
@@ -152,10 +161,10 @@ class BucketLayout:
         (p,) = self.params
         return p.outer == 1 and p.cuts.is_exact
 
-    @property
+    @cached_property
     def sends_padded(self) -> bool:
         """True when one padded all-gather is preferred over a broadcast of each exact part."""
-        exact = sum(self.shard_numel(rank) for rank in range(self.world))
+        exact = sum(end for _, end in self._packings)
         return padding_pays(self.world * self.chunk_numel, exact, self.gather_dtype)
 
     @property
@@ -171,6 +180,29 @@ class BucketLayout:
     @property
     def needs_cast(self) -> bool:
         return self.gather_dtype != self.dtype
+
+
+def pack_parts(
+    params: Sequence[ParamLayout], world: int, place: Callable[[int, int], int]
+) -> list[tuple[tuple[int, ...], int]]:
+    """For every rank the offsets of its parts of the parameters, and where the last one ends.
+
+    `place(at, numel)` is where a part starts when `at` is free. Most ranks own equally much of
+    everything: they share one result.
+    """
+    if not params:
+        return [((), 0)] * world
+    known: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
+    packings = []
+    for sizes in zip(*(p.shard_numels() for p in params), strict=True):
+        if sizes not in known:
+            offsets, at = [], 0
+            for numel in sizes:
+                offsets.append(place(at, numel))
+                at = offsets[-1] + numel
+            known[sizes] = (tuple(offsets), at)
+        packings.append(known[sizes])
+    return packings
 
 
 def layout_bucket(

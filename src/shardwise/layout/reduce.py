@@ -12,20 +12,21 @@ from them, which a sum of ones keeps exact in any dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from shardwise.layout.bucket import BucketLayout, ParamLayout, padding_pays
+from shardwise.layout.bucket import BucketLayout, ParamLayout, pack_parts, padding_pays
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ReduceLayout:
     """The trainable part of a bucket; `indices` are positions in `bucket.params`."""
 
     bucket: BucketLayout
     indices: tuple[int, ...]
 
-    @property
+    @cached_property
     def params(self) -> tuple[ParamLayout, ...]:
         return tuple(self.bucket.params[i] for i in self.indices)
 
@@ -39,20 +40,21 @@ class ReduceLayout:
 
     def offsets(self, rank: int) -> tuple[int, ...]:
         """Offset of every trainable parameter in the chunk of `rank`."""
-        offsets, at = [], 0
-        for p in self.params:
-            offsets.append(at)
-            at += p.shard_numel(rank)
-        return tuple(offsets)
+        return self._packings[rank][0]
 
     def data_numel(self, rank: int) -> int:
         """Gradient elements that `rank` receives."""
-        return sum(p.shard_numel(rank) for p in self.params)
+        return self._packings[rank][1]
 
-    @property
+    @cached_property
+    def _packings(self) -> list[tuple[tuple[int, ...], int]]:
+        """For every rank the offsets of its parts, and where they end: no gaps."""
+        return pack_parts(self.params, self.world, lambda at, _: at)
+
+    @cached_property
     def counts_offset(self) -> int:
         """Where the counts start in every chunk."""
-        return max(self.data_numel(rank) for rank in range(self.world))
+        return max(end for _, end in self._packings)
 
     @property
     def chunk_numel(self) -> int:
@@ -62,7 +64,7 @@ class ReduceLayout:
     def chunk_bytes(self) -> int:
         return self.chunk_numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def sends_padded(self) -> bool:
         """True when one padded reduce-scatter is preferred over a reduce of each exact chunk."""
         return padding_pays(self.world * self.chunk_numel, self._exact_numel, self.dtype)
@@ -72,9 +74,9 @@ class ReduceLayout:
         """Elements that every rank puts in: all ranks' chunks, padded or exact."""
         return self.world * self.chunk_numel if self.sends_padded else self._exact_numel
 
-    @property
+    @cached_property
     def _exact_numel(self) -> int:
-        return sum(self.data_numel(rank) + len(self.indices) for rank in range(self.world))
+        return sum(end for _, end in self._packings) + self.world * len(self.indices)
 
     @property
     def is_exact(self) -> bool:

@@ -61,7 +61,7 @@ class UnitLayout:
         """What one micro-batch issues, in order; the copy of a `root` under `USE` lives on."""
         out: list[Collective] = []
         for bucket in self.buckets:
-            if bucket.world > 1:
+            if bucket.world > 1 and bucket.full_numel:
                 size = bucket.chunk_numel * bucket.gather_dtype.itemsize
                 out.append(Collective("gather", "shard", Moment.FORWARD, size))
                 if self.strategy.lifetime is Lifetime.USE and not root:

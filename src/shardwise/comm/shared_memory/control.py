@@ -7,7 +7,7 @@ together have a cache line of their own.
        0     0  once                  nonce (2 words), process id, global rank
       64     8  engine entered        entered: number of the phase
      128    16  phase left            left: number of the last phase that this rank has left
-     192    24  after an exception    abandoned[phase & 1]: number of the abandoned phase
+     192    24  after an exception    abandoned[phase & 1]: 2 * abandoned phase, + 1 once gone
      256    32  before `entered`      hash of the position, step; on each gather: bucket key + 1
      320    40  around each sleep     waiting: doorbell value that it sleeps on + 1, 0 when awake
      384    48  end of a backward     ended: number of the phase; each post: hash of what was posted
@@ -102,10 +102,14 @@ class Control:
         _write(self._bytes, _TEXT_AT, _TEXT_BYTES, value)
 
     def has_abandoned(self, phase: int) -> bool:
-        return self.words[24 + (phase & 1)] == phase
+        return self.words[24 + (phase & 1)] >> 1 == phase
 
-    def mark_abandoned(self, phase: int) -> None:
-        self.words[24 + (phase & 1)] = phase
+    def has_gone(self, phase: int) -> bool:
+        """It abandoned the phase and no longer waits for peers that read its shards."""
+        return self.words[24 + (phase & 1)] == 2 * phase + 1
+
+    def mark_abandoned(self, phase: int, *, gone: bool) -> None:
+        self.words[24 + (phase & 1)] = 2 * phase + gone
 
     def num_flags(self, round_: int) -> int:
         return self.words[57 + (round_ & 1)]

@@ -3,7 +3,7 @@
     enter    control passes from the user to the engine: phase p begins on this rank
     (entry)  the first gather of p waits until all ranks have entered p, and compares positions
     leave    announce that this rank has left p, wait until all have; control is the user's again
-    abandon  an exception ended p here: announce it and return at once
+    abandon  an exception ended p here: announce it, and wait a little for peers still in p
 
 Ordering argument. A rank's user code writes its shards only outside of phases: before its `entered
 = p` and after it saw `left >= p` of all ranks. A peer reads these shards only after it saw `entered
@@ -12,12 +12,14 @@ Ordering argument. A rank's user code writes its shards only outside of phases: 
 stored). Hence each gather of phase p reads exactly the version that the owner held when it entered
 p. The stores and loads are ordered as futex.py says.
 
-Abandoned phases. Per phase either all ranks leave or all get an error. A rank that abandons p
-stores `abandoned[p & 1] = p`, then `left = p`, and may write its shards at once. A peer still in p
-checks the first word after each gather (a new shard value that it could have read was stored after
-the word, so the check sees it), in every wait, and in `leave` once all have left. To keep the two
-words enough, `enter` of p + 1 first waits until all have left p: nobody is ever more than one phase
-ahead. Mailboxes are free again at that point.
+Abandoned phases. Per phase either all ranks leave or all get an error. Mostly all ranks fail alike,
+and each should see its own exception rather than that of the fastest. So a rank that abandons p
+stores `abandoned[p & 1] = p`, then `left = p`, and waits until the others have left p too, or for
+PARK_S: then it is *gone* and may write its shards. A peer still in p goes on gathering while the
+rank is parked, and checks for gone after each gather (a new shard value that it could have read was
+stored after the word, so the check sees it). Waits that the rank can no longer satisfy, and
+`leave`, end with an error at the first word. To keep two words enough, `enter` of p + 1 first waits
+until all have left p: nobody is ever more than one phase ahead. Mailboxes are free again then.
 
 Calls may come from different threads (autograd's), but never overlap in time; there are no locks.
 """
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 POLLS = 50  # with sched_yield, before sleeping: what a peer needs that is about to arrive
 SLICE_S = 0.5  # of sleep, between checks that the peers live
+PARK_S = 5.0  # that a rank with an exception waits for its peers
 WARN_S = 10.0
 WAIT_LIMIT_S = 120.0
 WAIT_LIMIT_VARIABLE = "SHARDWISE_WAIT_LIMIT_S"
@@ -133,6 +136,7 @@ class Domain:
             lambda: all(self.controls[i].entered >= phase for i in self.others),
             lambda i: self.controls[i].entered < phase,
             "to enter the same phase",
+            heed_abandon=False,
         )
         # Positions first: they stand until this rank leaves, and are the better error.
         for i in self.others:
@@ -143,7 +147,7 @@ class Domain:
                     "backwards in the same order. Look for a branch that depends on the rank or "
                     "on local data."
                 )
-        self.check_abandoned()
+        self.check_gone()
         self._all_entered = True
 
     def leave(self) -> None:
@@ -169,19 +173,46 @@ class Domain:
         self.active = False
         if self.mail is not None:
             self.mail.drop_all()
-        self.own.mark_abandoned(self.phase)
+        phase, own = self.phase, self.own
+        own.mark_abandoned(phase, gone=False)
         self.order()
-        self.own.left = self.phase
+        own.left = phase
         self.doorbell.ring()
+        self._park(phase)
+        own.mark_abandoned(phase, gone=True)
+        self.order()
+        self.doorbell.ring()
+
+    def _park(self, phase: int) -> None:
+        """Leave shards alone while peers may read them; not for long, the caller has an error."""
+        limit, self.wait_limit_s = self.wait_limit_s, min(self.wait_limit_s, PARK_S)
+        try:
+            self.wait(
+                lambda: all(self.controls[i].left >= phase for i in self.others),
+                lambda i: self.controls[i].left < phase,
+                "to finish the phase that an exception ended here",
+                heed_abandon=False,
+            )
+        except TransportError as error:
+            logger.debug("not all ranks left the phase: %s", error)
+        finally:
+            self.wait_limit_s = limit
+
+    def check_gone(self) -> None:
+        """Raise when a peer has abandoned this phase and may be writing its shards."""
+        self.order()
+        if any(self.controls[i].has_gone(self.phase) for i in self.others):
+            self.check_abandoned()
 
     def check_abandoned(self) -> None:
         """Raise when a peer has ended this phase by an exception; it then ends here as well."""
         self.order()
         for i in self.others:
             if self.controls[i].has_abandoned(self.phase):
+                where = self.own.text
                 self.abandon()
                 raise TransportError(
-                    f"rank {self.ranks[i]} ended {self.own.text} by an exception, so this phase "
+                    f"rank {self.ranks[i]} ended {where} by an exception, so this phase "
                     f"ends here too. The cause is the error on rank {self.ranks[i]}; read its log "
                     "first."
                 )

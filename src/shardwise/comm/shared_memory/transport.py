@@ -113,7 +113,7 @@ class SharedMemoryTransport:
         domain.own.at = shards.key + 1
         domain.entry_fence()
         plan_for(domain, bucket, shards, out).run()
-        domain.check_abandoned()
+        domain.check_gone()
         check_still_there(domain, bucket, shards)
         return DONE
 
