@@ -122,6 +122,7 @@ def exchange(
     handle = transport.reduce(bucket, buffer, out, scale)
     handle.wait()
     handle.wait()
+    assert not out.requires_grad, "reductions are no part of anybody's graph"
     return out
 
 
@@ -400,3 +401,13 @@ def test_errors_say_where(rank: int, world: int) -> None:
         TransportError, match=r"all_gather of layers.0\[0\] failed .*step 5, forward"
     ):
         transport.gather(bucket, bucket.buffer, torch.empty(layout.full_numel + 1))
+
+
+@on_ranks(2)
+def test_nothing_is_issued_for_empty_parameters(rank: int, world: int) -> None:
+    transport = transport_of(rank, world)
+    layout = layout_of(ParamSpec("w", (0, 4), F32, requires_grad=False), world=world)
+    bucket = transport.attach("unit[0]", layout, CPU)
+    with issued() as calls:
+        assert gather(transport, bucket)[0].shape == (0, 4)
+    assert calls == []
