@@ -204,6 +204,10 @@ class BackwardPass:
                 )
 
     def abandon(self) -> None:
-        """An exception ended the backward: finish what peers may be reading, drop the results."""
+        """An exception ended the backward: drop what was to come. Collectives that were issued run
+        to their end first, since they write into buffers that would be freed.
+        """
         while self._in_flight:
-            self._in_flight.popleft().wait()
+            reduction = self._in_flight.popleft()
+            if not isinstance(reduction.grads.state.transport, Unordered):
+                reduction.wait()

@@ -29,7 +29,6 @@ from shardwise.engine.param import ShardedParam
 from shardwise.engine.shard_tensor import Mark
 from shardwise.layout import BucketLayout
 
-
 _NOTHING = contextlib.nullcontext()
 
 

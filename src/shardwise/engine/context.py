@@ -125,6 +125,9 @@ class Context:
     def abandon(self) -> None:
         """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""
         backward, self.backward = self.backward, None
+        entered, self._entered = self._entered, []
+        for wire in entered:
+            wire.abandon()
         if backward is not None:
             backward.abandon()
         for unit in self.units:
@@ -132,9 +135,6 @@ class Context:
         self.order.clear()
         self.depth = 0
         self.num_tokens, self.is_accumulating, self.divisor = None, False, None
-        entered, self._entered = self._entered, []
-        for wire in entered:
-            wire.abandon()
 
     # -- counting tokens (see `token_mean`)
     # ---------------------------------------------------------
