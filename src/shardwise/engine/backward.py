@@ -167,8 +167,13 @@ class BackwardPass:
             self._issue_if_needed(unit)
 
     def _issue_if_needed(self, unit: Unit) -> None:
-        untouched_yet = unit in self._touched and unit not in self._issued
-        if unit.requires_sync and (unit.has_unreduced or untouched_yet):
+        if not unit.requires_sync:
+            return
+        if unit in self._issued:  # what it keeps for a later all-reduce is not collected anew
+            needed = any(g.buffer is not None for g in unit.grads)
+        else:
+            needed = unit in self._touched or unit.has_unreduced
+        if needed:
             self._issue(unit)
 
     def _join_peers(self) -> None:
