@@ -77,6 +77,9 @@ class Context:
         if self.backward is not None:
             self.abandon()  # its end was never reached: an exception ended it
             self.depth = 1
+        for unit in self.units:
+            if unit.mark.moved:
+                unit.refresh()  # before the phase, whose fence tells the peers of new buffers
         self._enter("forward", name)
         self._agree_on_stale_copies()
         return True

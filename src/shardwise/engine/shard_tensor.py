@@ -35,15 +35,16 @@ from shardwise.errors import EngineError
 
 
 class Mark:
-    """Shared by the parameters of a unit: how often their shards were written. One per parameter
-    names it.
+    """Shared by the parameters of a unit: how often their shards were written, and whether `.data`
+    of one was set to memory outside of the unit's buffer.
     """
 
-    __slots__ = ("count", "name")
+    __slots__ = ("count", "moved", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
+        self.moved = False
 
 
 class Pending(Protocol):
@@ -82,7 +83,7 @@ class ShardTensor(DTensor):
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+        """`__new__` has done it; DTensor's own `__init__` would take a dispatch."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,6 +107,34 @@ class ShardTensor(DTensor):
         if info.writes:
             _mark_written(info, args)
         return result
+
+    # -- data ------------------------------------------------------------------------------------
+    @property  # type: ignore[override]
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Rebind, as for plain tensors. DTensor would keep its local tensor, without a word; the
+        engine moves a parameter's new memory into its unit's buffer before the next forward.
+        """
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ValueError(
+                f"{self._param_name or 'ShardTensor'}: .data set to a tensor of shape "
+                f"{tuple(value.shape)} and {value.dtype}, expected {tuple(self.shape)} and "
+                f"{self.dtype}; use model.to(dtype), or replace the parameter before sharding"
+            )
+        if not isinstance(value, DTensor):
+            value = distribute_tensor(
+                value.detach(), self.device_mesh, self.placements, src_data_rank=None
+            )
+        elif value.placements != self.placements or value.device_mesh != self.device_mesh:
+            value = value.detach().redistribute(self.device_mesh, self.placements)
+        _settle((self, value))
+        self._local_tensor = local_of(value).detach()
+        if self._mark is not None:
+            self._mark.count += 1
+            self._mark.moved = True
 
     # -- reading ---------------------------------------------------------------------------------
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:

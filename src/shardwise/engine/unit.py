@@ -136,6 +136,7 @@ class Unit:
         if self.is_held:
             self.reshard()
         self.mark.count += 1
+        self.mark.moved = False
         self._regrouped = None
         self._build(found)
 
@@ -224,6 +225,8 @@ class Unit:
             self.reshard()
 
     def start_user_unshard(self) -> None:
+        if self.mark.moved:
+            self.refresh()
         wires = self.wires
         enter_all(wires, "unshard", self.name)
         self.unshard()
