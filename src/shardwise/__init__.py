@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.optimizer_state import get_optimizer_state_dict
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
+    from shardwise.engine.copies import full_parameters
     from shardwise.engine.grad_utils import clip_grad_norm_, mark_dirty, no_sync
     from shardwise.engine.inspect import record_events
     from shardwise.engine.materialize import materialize
@@ -34,6 +35,7 @@ _HOMES = {
     "Transport": "comm.transport",
     "UnshardHandle": "engine.module",
     "clip_grad_norm_": "engine.grad_utils",
+    "full_parameters": "engine.copies",
     "fully_shard": "engine.api",
     "get_optimizer_state_dict": "checkpoint.optimizer_state",
     "global_mean": "engine.token_mean",
@@ -55,6 +57,7 @@ __all__ = [
     "Transport",
     "UnshardHandle",
     "clip_grad_norm_",
+    "full_parameters",
     "fully_shard",
     "get_optimizer_state_dict",
     "global_mean",

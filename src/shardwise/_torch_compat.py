@@ -91,3 +91,13 @@ def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
     """
     if destinations:
         torch._foreach_copy_(destinations, sources)
+
+
+# One call for many small tensors. torch.optim builds on these; there is no public name.
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+
+def dynamo_is_active() -> bool:
+    """True when frames that are called now would be handed to dynamo (below a `torch.compile`)."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

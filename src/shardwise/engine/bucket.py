@@ -56,6 +56,7 @@ class BucketState:
         self.bucket: Bucket | None = None  # None while the parameters are on the meta device
         self.aliases = layout.world == 1 and not layout.needs_cast and not self.offload
         self._hooked: set[int] = set()
+        self._version = 0  # of the full parameters when they were gathered
 
     # -- making ----------------------------------------------------------------------------------
     def allocate(self) -> None:
@@ -151,8 +152,15 @@ class BucketState:
         set_versions(self._fulls, (version,) * len(self._fulls))
 
     def set_gathered_versions(self) -> None:
-        version = 2 * self.mark.count
+        self._version = version = 2 * self.mark.count
         set_versions(self._fulls, (version,) * len(self._fulls))
+
+    def written_names(self) -> list[str]:
+        """Parameters whose gathered copy was written in place since the gather."""
+        if self.aliases or self.bucket is None:
+            return []
+        version = self._version
+        return [p.name for p in self.params if p.full._version != version]
 
     def is_current(self) -> bool:
         """True when the registered parameters are the ones over this bucket's buffer."""

@@ -78,7 +78,7 @@ class Context:
             self.abandon()  # its end was never reached: an exception ended it
             self.depth = 1
         for unit in self.units:
-            if unit.mark.moved:
+            if unit.mark.moved or not unit.is_registered():
                 unit.refresh()  # before the phase, whose fence tells the peers of new buffers
         self._enter("forward", name)
         self._agree_on_stale_copies()

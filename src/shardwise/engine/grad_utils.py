@@ -12,6 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch_compat import foreach_mul_, foreach_norm
 from shardwise.engine.module import units_in
 
 
@@ -87,7 +88,7 @@ def clip_grad_norm_(
     for locals_ in groups.values():
         for device in {t.device for t in locals_}:
             there = [t for t in locals_ if t.device == device]
-            torch._foreach_mul_(there, factor.to(device))
+            foreach_mul_(there, factor.to(device))
     return total
 
 
@@ -145,6 +146,6 @@ def _local_power(
     if not filled:
         return torch.zeros((), dtype=torch.float32, device=device)
     norms = torch.stack(
-        [n.to(device=device, dtype=torch.float32) for n in torch._foreach_norm(filled, norm_type)]
+        [n.to(device=device, dtype=torch.float32) for n in foreach_norm(filled, norm_type)]
     )
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -15,9 +15,11 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
+from shardwise._torch_compat import dynamo_is_active
 from shardwise.engine import forward
 from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, meta_tensors
 from shardwise.engine.context import Context
+from shardwise.engine.copies import copy_attributes, copy_unit
 from shardwise.engine.optimizers import repoint_all
 from shardwise.engine.unit import Unit
 
@@ -28,12 +30,19 @@ _CLASSES: dict[type, type] = {}
 class ModuleState:
     """What one sharded module knows. Modules of one list share their unit."""
 
-    __slots__ = ("is_known", "recompute", "unit")
+    __slots__ = ("is_known", "methods", "recompute", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
+        self.methods: list[str] = []  # run like forward, see `register_fsdp_forward_method`
         self.recompute = False  # activation checkpointing inside the call
         self.is_known = False  # a root has taken this module in
+
+    def on(self, unit: Unit) -> ModuleState:
+        """The same state on the unit of a copy."""
+        new = ModuleState(unit)
+        new.recompute = self.recompute
+        return new
 
 
 class UnshardHandle:
@@ -61,11 +70,16 @@ class FSDPModule:
         self.__init__(*args, **kwargs)
         return self
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__[_STATE]
         if not state.is_known:
-            adopt(cast(nn.Module, self))
+            torch.compiler.disable(adopt)(cast(nn.Module, self))
         call = super().__call__  # type: ignore[misc]
+        if dynamo_is_active():  # torch.compile around the model: the engine runs outside of graphs
+            return torch.compiler.disable(forward.run)(
+                state.unit, state.recompute, call, args, kwargs
+            )
         return forward.run(state.unit, state.recompute, call, args, kwargs)
 
     # -- full parameters -------------------------------------------------------------------------
@@ -178,11 +192,22 @@ class FSDPModule:
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise NotImplementedError(
-            f"{type(self).__name__}: a sharded module cannot be deep-copied; copy the module "
-            f"before fully_shard, or build "
-            "a second one, shard it, and load_state_dict from this one"
-        )
+        """A copy that is sharded alike, with units and shards of its own; no communication."""
+        module, state = cast(nn.Module, self), self.__dict__[_STATE]
+        state.unit.reshard()
+        new = object.__new__(type(module))
+        copy_attributes(module, new, _STATE, memo)
+        waiting = memo.setdefault(id(_STATE), [])
+        waiting.append((state, new))
+        for source, target in list(waiting):
+            unit = copy_unit(source.unit, memo)
+            if unit is not None:
+                waiting.remove((source, target))
+                target.__dict__[_STATE] = source.on(unit)
+                for name in source.methods:
+                    target.__dict__.pop(name, None)
+                    register_fsdp_forward_method(target, name)
+        return new
 
 
 # -- looking up ----------------------------------------------------------------------------------
@@ -325,8 +350,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return forward.run(unit_of(self), False, bound, args, kwargs)
 
     setattr(module, method_name, run_method)
-
-
-# Dynamo must not trace the engine: units compile by `module.compile()`, whose graph then holds the
-# forward alone.
-forward.run = torch.compiler.disable(forward.run, recursive=False)  # type: ignore[assignment]
+    state = state_of(module)
+    assert state is not None
+    state.methods.append(method_name)

@@ -34,7 +34,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 def repoint_all() -> None:
     """Look at every optimizer that is alive. Walks the garbage collector's list: call it once."""
     for thing in gc.get_objects():
-        if isinstance(thing, torch.optim.Optimizer) and "param_groups" in vars(thing):
+        # type() and not isinstance(), which asks lazy proxies for their __class__
+        if issubclass(type(thing), torch.optim.Optimizer) and "param_groups" in vars(thing):
             repoint(thing)
 
 

@@ -111,7 +111,7 @@ class ShardTensor(DTensor):
     # -- data ------------------------------------------------------------------------------------
     @property  # type: ignore[override]
     def data(self) -> Any:
-        return torch.Tensor.data.__get__(self)
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ class ShardTensor(DTensor):
                 value.detach(), self.device_mesh, self.placements, src_data_rank=None
             )
         elif value.placements != self.placements or value.device_mesh != self.device_mesh:
-            value = value.detach().redistribute(self.device_mesh, self.placements)
+            value = value.detach().redistribute(self.device_mesh, self.placements)  # type: ignore[attr-defined]
         _settle((self, value))
         self._local_tensor = local_of(value).detach()
         if self._mark is not None:

@@ -30,6 +30,7 @@ from shardwise.engine.regroup import Regrouped, grouped_mesh
 from shardwise.engine.shard_tensor import Mark
 from shardwise.engine.streams import Streams
 from shardwise.engine.wire import Wire, enter_all, leave_all
+from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
 
 if TYPE_CHECKING:
@@ -117,6 +118,10 @@ class Unit:
     @property
     def is_fresh(self) -> bool:
         return not self.is_stale and self.gathered_at == self.mark.count
+
+    def is_registered(self) -> bool:
+        """True when the modules hold this unit's parameters, in whatever form."""
+        return all(b.is_registered() for b in self.buckets)
 
     def refresh(self) -> None:
         """Pick up parameters that were moved, cast or replaced since; does nothing when none
@@ -238,8 +243,6 @@ class Unit:
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
-        if not all(b.is_registered() for b in self.buckets):
-            self.refresh()
         for bucket in self.buckets:
             bucket.watch_gradients(_arrived)
         self.unshard()
@@ -268,6 +271,7 @@ class Unit:
     def rest_after_forward(self) -> None:
         """The state between forward and backward."""
         self._modules_run = 0
+        self._check_unwritten()
         if self._num_users:
             return
         if in_functorch_transform():
@@ -291,6 +295,20 @@ class Unit:
         self.reshard()
         self._regrouped.register()
 
+    def _check_unwritten(self) -> None:
+        """What somebody wrote into a gathered copy is lost with it: say so while it is there."""
+        if not self.is_held:
+            return
+        names = [name for b in self.buckets for name in b.written_names()]
+        if names:
+            raise EngineError(
+                f"{', '.join(names)}: written in place while the unit {self.name!r} was gathered "
+                f"(in "
+                "its forward, or between forward and backward); the sharded parameter would not "
+                "see it. Write to the parameters at rest instead: before the forward, or after "
+                "the backward"
+            )
+
     def releases_after_forward(self) -> bool:
         if self.root_rule:
             return not self.is_root
@@ -308,6 +326,7 @@ class Unit:
         """The state after a backward."""
         if self.in_double_backward:
             return
+        self._check_unwritten()
         if self._regrouped is not None:
             self._regrouped.is_kept = False
         if self.keeps_between_steps:

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 POLLS = 50  # with sched_yield, before sleeping: what a peer needs that is about to arrive
 SLICE_S = 0.5  # of sleep, between checks that the peers live
 PARK_S = 5.0  # that a rank with an exception waits for its peers
-WARN_S = 10.0
+WARN_S = 5.0
 WAIT_LIMIT_S = 120.0
 WAIT_LIMIT_VARIABLE = "SHARDWISE_WAIT_LIMIT_S"
 
