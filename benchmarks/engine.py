@@ -79,7 +79,15 @@ def compare(
     """All engines on one workload: timed rounds first, then memory."""
     rows = [Row(spec) for spec in specs]
     jobs = {
-        spec: Job(spec.name, workload, precision, plan.num_ranks, plan.optimizer, plan.lr, "")
+        spec: Job(
+            engine=spec.name,
+            workload=workload,
+            precision=precision,
+            num_ranks=plan.num_ranks,
+            optimizer=plan.optimizer,
+            lr=plan.lr,
+            environment=spec.environment,
+        )
         for spec in specs
     }
     measure = _kept_groups if plan.processes == "keep" else _fresh_groups

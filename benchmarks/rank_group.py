@@ -44,7 +44,7 @@ class RankGroup:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        with _one_thread():
+        with _environment(job.environment):
             for rank in range(job.num_ranks):
                 ours, theirs = context.Pipe()
                 process = context.Process(
@@ -120,11 +120,11 @@ class RankGroup:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One computing thread per rank: children read these when they load torch."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
+def _environment(extra: dict[str, str]) -> Iterator[None]:
+    """What children start with: one computing thread per rank, and the engine's own variables."""
+    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **extra}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:

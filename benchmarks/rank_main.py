@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,7 +28,8 @@ class Job:
     num_ranks: int
     optimizer: str
     lr: float
-    rendezvous: str  # path of a file that does not exist yet
+    environment: dict[str, str] = field(default_factory=dict)
+    rendezvous: str = ""  # path of a file that does not exist yet
 
 
 def run_rank(rank: int, job: Job, pipe: Connection) -> None:

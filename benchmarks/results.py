@@ -145,7 +145,7 @@ class Comparison:
             f"{self.num_ranks} ranks, {self.num_tokens} tokens per rank"
         )
         table = Table(title=title, title_justify="left")
-        table.add_column("engine")
+        table.add_column("engine", overflow="fold", max_width=30)
         for name in (
             "step ms", "middle half", "cpu ms", "tokens/s", "/ floor", "/ FSDP2", "excess",
             "MiB", "/ FSDP2", "loss", "",

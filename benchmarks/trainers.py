@@ -7,6 +7,10 @@
     floor                              no communication and 1/N of the optimizer's work: what is
                                        left of a step when sharding costs nothing
 
+`@NAME=VALUE` behind a name, several if need be, starts that engine's ranks with these environment
+variables: `fsdp2@MALLOC_TRIM_THRESHOLD_=2147483647@MALLOC_MMAP_THRESHOLD_=1073741824` gives torch
+the malloc settings that shardwise makes, `shardwise@SHARDWISE_WARM_PAGES=0` takes them from ours.
+
 A unit per decoder block plus the root, defaults otherwise. The optimizer is torch's AdamW with the
 same implementation for all, gradients are cleared by `zero_grad(set_to_none=True)`.
 
@@ -47,11 +51,20 @@ class EngineSpec:
 
     @property
     def kind(self) -> str:
-        return self.name.split(":")[0]
+        return self._words[0]
 
     @property
     def options(self) -> list[str]:
-        return self.name.split(":")[1:]
+        return self._words[1:]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that its rank processes start with."""
+        return dict(item.split("=", 1) for item in self.name.split("@")[1:])
+
+    @property
+    def _words(self) -> list[str]:
+        return self.name.split("@")[0].split(":")
 
     @property
     def trains(self) -> bool:

@@ -1,0 +1,48 @@
+"""The benchmarks run and report what they promise; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run_benchmark(name: str, *options: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *options],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_engine_benchmark_compares_engines_that_train_the_same_model(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    result = run_benchmark(
+        "engine.py", "--quick", "--precision", "fp32", "--engines", "shardwise,fsdp2",
+        "--no-memory", "--json", str(path),
+    )  # fmt: skip
+    assert json.loads(path.read_text()) == result
+    engines = result["comparisons"][0]["engines"]
+    assert list(engines) == ["shardwise", "fsdp2"]
+    for row in engines.values():
+        assert row["valid"]
+        assert row["num_timed_steps"] == 6
+    assert engines["shardwise"]["loss"] == pytest.approx(engines["fsdp2"]["loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_meta_init_benchmark_reports_every_rank() -> None:
+    result = run_benchmark("meta_init.py", "--workload", "tiny")
+    assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
+    assert all(rank["peak_pss_bytes"] > 0 for rank in result["ranks"])
