@@ -24,6 +24,7 @@ from shardwise.engine.module import FSDPModule, ModuleState, swap_class
 from shardwise.engine.optimizers import watch_optimizers
 from shardwise.engine.streams import streams_for
 from shardwise.engine.unit import Unit
+from shardwise.engine.warm_pages import keep_pages_warm
 from shardwise.layout import Lifetime, MixedPrecisionPolicy, OffloadPolicy, Strategy
 
 
@@ -69,6 +70,7 @@ def fully_shard(
     shard_mesh = resolve_mesh(mesh, chosen)
     if chosen.forward_world:
         chosen = regrouped_strategy(chosen, shard_mesh)
+    keep_pages_warm(shard_mesh.device)
     plan = Plan(
         mesh=shard_mesh,
         transport=open_transport(
