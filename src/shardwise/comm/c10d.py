@@ -82,13 +82,15 @@ class C10dTransport:
         if not out.numel():
             return DONE
         plan = GatherPlan.of(bucket)
-        packed = out if plan.in_place else out.new_empty(plan.packing.numel)
+        custom = bucket.private.get("all_gather")
+        packed = out if plan.in_place else _staging(custom, plan.packing.numel, out)
         own = plan.packing.chunk(packed, bucket.shard.rank)
         if shard.dtype != out.dtype or shard.device != out.device or not plan.padded:
             own.copy_(shard[: own.numel()], non_blocking=True)
             shard = own
         if plan.padded:
-            works = [self._issue(bucket, _all_gather, packed, shard, bucket.shard.group)]
+            call = _all_gather if custom is None else custom_all_gather(custom)
+            works = [self._issue(bucket, call, packed, shard, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _broadcast, plan.packing, packed)
 
@@ -102,7 +104,9 @@ class C10dTransport:
         self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
         plan = ReducePlan.of(bucket, layout)
-        packed = out if bucket.shard.size == 1 else out.new_empty(plan.packing.numel)
+        custom = bucket.private.get("reduce_scatter")
+        alone = bucket.shard.size == 1
+        packed = out if alone else _staging(custom, plan.packing.numel, out)
         return PackedGrads(plan, packed, pre_scale)
 
     def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
@@ -116,7 +120,9 @@ class C10dTransport:
         if not out.numel():
             return DONE
         if plan.padded:
-            works = [self._issue(bucket, _reduce_scatter, out, packed, bucket.shard.group)]
+            custom = bucket.private.get("reduce_scatter")
+            call = _reduce_scatter if custom is None else custom_reduce_scatter(custom)
+            works = [self._issue(bucket, call, out, packed, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _reduce, plan.packing, packed)
 
@@ -244,3 +250,34 @@ def _broadcast(part: torch.Tensor, owner: int, group: dist.ProcessGroup | None) 
 
 def _reduce(part: torch.Tensor, owner: int, group: dist.ProcessGroup | None) -> Any:
     return dist.reduce(part, dst=owner, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+# -- collectives that users bring ----------------------------------------------------------------
+# FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`: objects that allocate staging and
+# run the collective, returning a work or None.
+def _staging(custom: Any, numel: int, like: torch.Tensor) -> torch.Tensor:
+    if custom is None or not hasattr(custom, "allocate"):
+        return like.new_empty(numel)
+    return custom.allocate((numel,), dtype=like.dtype, device=like.device)
+
+
+def custom_all_gather(comm: Any) -> Callable[..., Any]:
+    def all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+        work = comm(output_tensor=out, input_tensor=part, group=group, async_op=True)
+        return work if work is not None else DONE
+
+    return all_gather
+
+
+def custom_reduce_scatter(comm: Any) -> Callable[..., Any]:
+    def reduce_scatter(out: torch.Tensor, packed: torch.Tensor, group: Any) -> Any:
+        work = comm(
+            output_tensor=out,
+            input_tensor=packed,
+            group=group,
+            op=dist.ReduceOp.SUM,
+            async_op=True,
+        )
+        return work if work is not None else DONE
+
+    return reduce_scatter

@@ -20,8 +20,9 @@ from shardwise.engine.audit import synchronize
 from shardwise.engine.build import Found, Plan, find_params, move_buffers, own_modules
 from shardwise.engine.context import Context
 from shardwise.engine.mesh import regrouped_strategy, resolve_mesh, strategy_for
-from shardwise.engine.module import FSDPModule, ModuleState, swap_class
+from shardwise.engine.module import FSDPModule, swap_class
 from shardwise.engine.optimizers import watch_optimizers
+from shardwise.engine.state import ModuleState
 from shardwise.engine.streams import streams_for
 from shardwise.engine.unit import Unit
 from shardwise.engine.warm_pages import keep_pages_warm

@@ -61,6 +61,11 @@ class Plan:
         mesh = resolve_mesh(self.mesh.mesh, strategy_named("no_shard"))
         return replace(self, mesh=mesh, transport=self.open(mesh))
 
+    def on_transport(self, name: str) -> Plan:
+        """The same on another transport."""
+        plan = replace(self, transport_name=name)
+        return replace(plan, transport=plan.open(self.mesh))
+
     def open(self, mesh: ShardMesh) -> Transport:
         """The transport of the same kind on another mesh."""
         return open_transport(self.transport_name, mesh.shard, mesh.replicate, mesh.device)

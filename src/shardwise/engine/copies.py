@@ -16,6 +16,7 @@ import torch.nn as nn
 from shardwise.engine.build import Found
 from shardwise.engine.context import Context
 from shardwise.engine.param import ShardedParam
+from shardwise.engine.state import units_in
 from shardwise.engine.unit import Unit
 
 _SETTINGS = (
@@ -83,8 +84,6 @@ def full_parameters(model: nn.Module, *, budget: int = 2**30) -> Iterator[tuple[
     Yields:
         (name, tensor): valid until the next one is asked for; clone what you keep.
     """
-    from shardwise.engine.module import units_in
-
     owners = {id(p.sharded): (u, p) for u in units_in(model) for p in u.params}
     open_unit: Unit | None = None
     for name, registered in list(model.named_parameters()):

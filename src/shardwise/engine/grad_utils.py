@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_mul_, foreach_norm
-from shardwise.engine.module import units_in
+from shardwise.engine.state import units_in
 
 
 @contextlib.contextmanager

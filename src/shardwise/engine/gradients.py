@@ -191,6 +191,9 @@ class Reduction:
                 self.start_all_reduce()
             assert self.over_replicas is not None
             self.over_replicas.wait()
+        hook = self.grads.state.unit().all_reduce_hook
+        if hook is not None:
+            hook(self.out[: self.layout.data_numel(self.grads.state.mesh.shard.rank)])
         self._deliver(run_hooks)
 
     def _keep_replica(self) -> None:

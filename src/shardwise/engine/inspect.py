@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-from shardwise.engine.module import adopt_if_new, units_in
+from shardwise.engine.module import adopt_if_new
+from shardwise.engine.state import units_in
 from shardwise.events import EventLog
 
 

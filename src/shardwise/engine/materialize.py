@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
-from shardwise.engine.module import units_in
+from shardwise.engine.state import units_in
 
 _INITIALISERS = ("reset_parameters", "init_weights", "init_parameters")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -21,28 +21,18 @@ from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, met
 from shardwise.engine.context import Context
 from shardwise.engine.copies import copy_attributes, copy_unit
 from shardwise.engine.optimizers import repoint_all
+from shardwise.engine.settings import UnitSettings
+from shardwise.engine.state import (
+    STATE,
+    ModuleState,
+    sharded_modules,
+    state_of,
+    unit_of,
+    units_in,
+)
 from shardwise.engine.unit import Unit
 
-_STATE = "_shardwise_state"
 _CLASSES: dict[type, type] = {}
-
-
-class ModuleState:
-    """What one sharded module knows. Modules of one list share their unit."""
-
-    __slots__ = ("is_known", "methods", "recompute", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.methods: list[str] = []  # run like forward, see `register_fsdp_forward_method`
-        self.recompute = False  # activation checkpointing inside the call
-        self.is_known = False  # a root has taken this module in
-
-    def on(self, unit: Unit) -> ModuleState:
-        """The same state on the unit of a copy."""
-        new = ModuleState(unit)
-        new.recompute = self.recompute
-        return new
 
 
 class UnshardHandle:
@@ -58,21 +48,21 @@ class UnshardHandle:
             unit.finish_user_unshard()
 
 
-class FSDPModule:
+class FSDPModule(UnitSettings):
     """Mixin of sharded modules; see the module docstring."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Building another one (slicing a Sequential does) gives a plain module of the original
         class.
         """
-        original = cls.__mro__[2]
+        original = cls.__mro__[3]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        state: ModuleState = self.__dict__[_STATE]
+        state: ModuleState = self.__dict__[STATE]
         if not state.is_known:
             torch.compiler.disable(adopt)(cast(nn.Module, self))
         call = super().__call__  # type: ignore[misc]
@@ -104,75 +94,11 @@ class FSDPModule:
         """Register the sharded parameters and free the gathered ones."""
         unit_of(self).reshard()
 
-    # -- settings --------------------------------------------------------------------------------
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for FSDP2's sake. Every backward ends with all its reductions delivered, so
-        nothing depends on it.
-        """
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """False: gradients add up on this rank, unreduced, until a backward with True."""
-        for unit in units_in(self, recurse):
-            unit.requires_sync = requires_gradient_sync
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False, on hybrid meshes: reduce over the shard axis only, and keep that sum for the next
-        all-reduce.
-        """
-        for unit in units_in(self, recurse):
-            unit.requires_all_reduce = requires_all_reduce
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether gathered parameters are freed between forward and backward."""
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(
-                f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}"
-            )
-        for unit in units_in(self, recurse):
-            unit.root_rule = False
-            unit.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Whether gathered parameters are freed after a backward."""
-        for unit in units_in(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Units whose gathers are issued while this module's forward runs."""
-        unit_of(self).forward_prefetch = [weakref.ref(u) for u in _units_of(modules)]
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Units whose gathers are issued while this module's backward runs."""
-        unit_of(self).backward_prefetch = [weakref.ref(u) for u in _units_of(modules)]
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients of this module and all below by `factor` instead of by the
-        number of ranks.
-        """
-        if not factor > 0:
-            raise ValueError(f"the divide factor must be positive, found {factor}")
-        for unit in units_in(self):
-            unit.divide_by = float(factor)
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """False: the backward does not gather this module (its parameters are not needed for
-        gradients).
-        """
-        unit_of(self).unshard_in_backward = unshard_in_backward
-
+    # -- nn.Module and state ---------------------------------------------------------------------
     def reset_iter_state(self) -> None:
         """Forget a pass that an exception ended. The next forward does the same by itself."""
         unit_of(self).context.abandon()
 
-    # -- nn.Module -------------------------------------------------------------------------------
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`to`, `to_empty`, `float`, ...: work on the shards, then pick up what they became."""
         unit = unit_of(self)
@@ -193,64 +119,21 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy that is sharded alike, with units and shards of its own; no communication."""
-        module, state = cast(nn.Module, self), self.__dict__[_STATE]
+        module, state = cast(nn.Module, self), self.__dict__[STATE]
         state.unit.reshard()
         new = object.__new__(type(module))
-        copy_attributes(module, new, _STATE, memo)
-        waiting = memo.setdefault(id(_STATE), [])
+        copy_attributes(module, new, STATE, memo)
+        waiting = memo.setdefault(id(STATE), [])
         waiting.append((state, new))
         for source, target in list(waiting):
             unit = copy_unit(source.unit, memo)
             if unit is not None:
                 waiting.remove((source, target))
-                target.__dict__[_STATE] = source.on(unit)
+                target.__dict__[STATE] = source.on(unit)
                 for name in source.methods:
                     target.__dict__.pop(name, None)
                     register_fsdp_forward_method(target, name)
         return new
-
-
-# -- looking up ----------------------------------------------------------------------------------
-def state_of(module: Any) -> ModuleState | None:
-    """The state of a sharded module, None for others."""
-    return module.__dict__.get(_STATE) if isinstance(module, nn.Module) else None
-
-
-def unit_of(module: Any) -> Unit:
-    """The unit of a sharded module."""
-    state = state_of(module)
-    if state is None:
-        raise ValueError(
-            f"{type(module).__name__} is not sharded; call shardwise.fully_shard on it before"
-        )
-    return state.unit
-
-
-def units_in(module: Any, recurse: bool = True) -> list[Unit]:
-    """Units of a module and, with `recurse`, of all modules below it; each once, in module
-    order.
-    """
-    modules: Sequence[Any] = list(module.modules()) if recurse else [module]
-    found = {id(s.unit): s.unit for m in modules if (s := state_of(m)) is not None}
-    return list(found.values())
-
-
-def sharded_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleState]]:
-    """All sharded modules at and below `root`, with their names."""
-    for name, module in root.named_modules():
-        state = state_of(module)
-        if state is not None:
-            yield name, module, state
-
-
-def _units_of(modules: Any) -> list[Unit]:
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"prefetch: expected FSDPModules, found {type(module).__name__}; call "
-                f"fully_shard on it"
-            )
-    return [unit_of(m) for m in modules]
 
 
 # -- swapping, adopting --------------------------------------------------------------------------
@@ -262,7 +145,7 @@ def swap_class(module: nn.Module, state: ModuleState) -> None:
         swapped = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
         _CLASSES[cls] = swapped
     module.__class__ = swapped
-    module.__dict__[_STATE] = state
+    module.__dict__[STATE] = state
 
 
 def adopt_if_new(module: Any) -> None:

@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.transport import Transport
 from shardwise.engine.api import fully_shard
-from shardwise.engine.module import FSDPModule, state_of
+from shardwise.engine.module import FSDPModule
+from shardwise.engine.state import state_of
 from shardwise.layout import MixedPrecisionPolicy, OffloadPolicy, Strategy
 
 DEFAULT_UNIT_BYTES = 64 * 2**20
@@ -52,13 +53,15 @@ def shard_model(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (frozen)
     ignored_params: set[nn.Parameter] | None = None,
+    reshard_after_forward: bool | int | None = None,
     activation_checkpointing: bool = False,
 ) -> Any:
     """Shard a whole model in place: `fully_shard` on its units, innermost first, then on the model.
 
     Args:
         model: the model, on a real device or on meta (then call `materialize` afterwards).
-        mesh, strategy, transport, mp_policy, offload_policy, ignored_params: as in `fully_shard`.
+        mesh, strategy, transport, mp_policy, offload_policy, ignored_params,
+            reshard_after_forward: as in `fully_shard`.
         unit: "auto", class names or name patterns, or a size in bytes; see the module docstring.
         activation_checkpointing: recompute every unit's forward in the backward. The recomputation
             runs inside the unit, so its parameters are gathered twice a step as without it.
@@ -74,6 +77,7 @@ def shard_model(
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
+        "reshard_after_forward": reshard_after_forward,
     }
     for module in [model.get_submodule(name) for name in chosen]:
         if isinstance(module, FSDPModule):

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise._torch_compat import local_of, new_dtensor, spec_of
 from shardwise.engine import dispatch_rules as rules
@@ -414,10 +414,25 @@ def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
 def _store(target: ShardTensor, whole: torch.Tensor) -> None:
     if target._pending is not None:
         target._pending.drop()
-    part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    local_of(target).copy_(local_of(part))
+    local_of(target).copy_(_own_part(whole, target))
     if target._mark is not None:
         target._mark.count += 1
+
+
+def _own_part(whole: torch.Tensor, like: ShardTensor) -> torch.Tensor:
+    """This rank's part of `whole`, a view where placements are plain; `distribute_tensor` copies,
+    and meta init would hold a large parameter twice."""
+    mesh = like.device_mesh
+    if any(type(p) is not Shard and type(p) is not Replicate for p in like.placements):
+        part = distribute_tensor(whole, mesh, like.placements, src_data_rank=None)
+        return local_of(part)
+    for dim, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            numel = whole.size(placement.dim)
+            length = -(-numel // mesh.size(dim))  # as torch.chunk cuts
+            start = min(length * mesh.get_local_rank(dim), numel)
+            whole = whole.narrow(placement.dim, start, min(length, numel - start))
+    return whole
 
 
 _SPECIAL: dict[Any, Special] = {

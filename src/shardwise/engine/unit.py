@@ -16,6 +16,7 @@ does.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,6 +73,7 @@ class Unit:
         self.requires_all_reduce = True
         self.unshard_in_backward = True
         self.divide_by: float | None = None
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
 
@@ -127,8 +129,11 @@ class Unit:
         """Pick up parameters that were moved, cast or replaced since; does nothing when none
         was.
         """
-        if all(b.is_current() for b in self.buckets):
-            return
+        if not all(b.is_current() for b in self.buckets):
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Lay out and move what the modules hold now."""
         found = []
         for param in self.params:
             parameters, key = param.slots[0]
@@ -144,6 +149,17 @@ class Unit:
         self.mark.moved = False
         self._regrouped = None
         self._build(found)
+
+    def use_custom_comm(self, kind: str, comm: Any) -> None:
+        """Gathers or reductions of this unit go through the user's collective, on c10d."""
+        if self.transport.name != "c10d":
+            self.plan = self.plan.on_transport("c10d")
+            self.transport = self.plan.transport
+            self.reshard()
+            self._rebuild()
+        for bucket in self.buckets:
+            if bucket.bucket is not None:
+                bucket.bucket.private[kind] = comm
 
     def tie(self, ties: list[Tie]) -> None:
         """Register, in slots of this unit's modules, parameters that belong to other units.

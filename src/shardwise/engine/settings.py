@@ -1,0 +1,131 @@
+"""Settings of a sharded module that users change by method: FSDP2's rare knobs, by its names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.engine.state import unit_of, units_in, units_of_modules
+
+
+class UnitSettings:
+    """Mixin of `FSDPModule`. Methods with `recurse` reach the modules below by default."""
+
+    # -- settings --------------------------------------------------------------------------------
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for FSDP2's sake. Every backward ends with all its reductions delivered, so
+        nothing depends on it.
+        """
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """False: gradients add up on this rank, unreduced, until a backward with True."""
+        for unit in units_in(self, recurse):
+            unit.requires_sync = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False, on hybrid meshes: reduce over the shard axis only, and keep that sum for the next
+        all-reduce.
+        """
+        for unit in units_in(self, recurse):
+            unit.requires_all_reduce = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether gathered parameters are freed between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}"
+            )
+        for unit in units_in(self, recurse):
+            unit.root_rule = False
+            unit.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether gathered parameters are freed after a backward."""
+        for unit in units_in(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Units whose gathers are issued while this module's forward runs."""
+        unit_of(self).forward_prefetch = [weakref.ref(u) for u in units_of_modules(modules)]
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Units whose gathers are issued while this module's backward runs."""
+        unit_of(self).backward_prefetch = [weakref.ref(u) for u in units_of_modules(modules)]
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients of this module and all below by `factor` instead of by the
+        number of ranks.
+        """
+        if not factor > 0:
+            raise ValueError(f"the divide factor must be positive, found {factor}")
+        for unit in units_in(self):
+            unit.divide_by = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """False: the backward does not gather this module (its parameters are not needed for
+        gradients).
+        """
+        unit_of(self).unshard_in_backward = unshard_in_backward
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather this unit by `comm`: FSDP2's `AllGather`, an object with
+        `allocate(size, *, dtype, device)` and
+        `__call__(output_tensor, input_tensor, group, async_op)`. Moves the unit to c10d.
+        """
+        unit_of(self).use_custom_comm("all_gather", comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce this unit by `comm`: FSDP2's `ReduceScatter`, an object with
+        `allocate(size, *, dtype, device)` and
+        `__call__(output_tensor, input_tensor, group, op, async_op)`. Moves the unit to c10d.
+        """
+        unit_of(self).use_custom_comm("reduce_scatter", comm)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
+        """Call `hook` with this unit's reduced gradients (flat, averaged, reduce dtype) before they
+        are delivered; it may change them in place, e.g. to reduce them over further ranks.
+        """
+        unit = unit_of(self)
+        if stream is not None and unit.mesh.replicate.size > 1:
+            raise ValueError("stream cannot be set when using native HSDP")
+        unit.all_reduce_hook = hook
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """The next gathers wait for `event` instead of for all that the compute stream queued."""
+        unit = unit_of(self)
+        if event is not None and unit.mesh.device.type != "cpu":
+            unit.streams.wait(event)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for FSDP2's sake: reductions here are sums, scaled afterwards."""
+
+    def set_reduce_scatter_max_input_buffers(self, num_buffers: int | None, **_: Any) -> None:
+        """Accepted for FSDP2's sake; changes no number. Two reductions are in flight at most."""
+
+    def set_reduce_scatter_unused_params(self, enable: bool, **_: Any) -> None:
+        """Accepted for FSDP2's sake: unused parameters always take part here, with zeros."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, **_: Any) -> None:
+        """Accepted for FSDP2's sake; gathers and reductions share the mesh's group here."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted for FSDP2's sake; staging comes from torch's allocator here."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Not there yet; changes no number."""
+        raise NotImplementedError(
+            "set_symm_mem_for_comm: symmetric memory is not used here; leave the call out"
+        )
