@@ -89,10 +89,14 @@ def test_every_line_has_a_test() -> None:
 
 @on_ranks(2)
 def test_branches(rank: int) -> None:
-    for units in (True, False):
+    for units, paths in (
+        (True, ([0, 1], [0, 2])),
+        (False, ([0, 1], [0, 2])),
+        (True, ([0, 1], [0])),
+    ):
         model, plain = pair()
         shard(model) if units else sw.fully_shard(model)
-        model.path = plain.path = [0, 1] if rank == 0 else [0, 2]
+        model.path = plain.path = paths[rank]
         for m in (model, plain):
             m(data(rank)).sum().backward()
         average(plain)
