@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -30,6 +31,7 @@ from workloads import WORKLOADS, Precision, Workload
 
 ENGINES = "shardwise:shared_memory,shardwise:c10d,fsdp2,ddp,floor"
 NUM_WARMUP = 2
+NUM_TOKENS_SLOW_BF16 = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +55,10 @@ def main(argv: list[str] | None = None) -> int:
     names = ["tiny"] if args.quick else args.workload.split(",")
     comparisons = []
     for workload in [WORKLOADS[name] for name in names]:
-        if args.tokens:
-            workload = _with_tokens(workload, args.tokens)
+        plan = _plan(args, workload, len(specs))
         for precision in args.precision.split(","):
-            plan = _plan(args, workload, len(specs))
-            comparisons.append(compare(specs, workload, precision, plan, console))
+            sized = replace(workload, num_tokens=_tokens(args, workload, precision, console))
+            comparisons.append(compare(specs, sized, precision, plan, console))
             console.print(comparisons[-1].table())
     facts["adamw"] = args.optimizer
     result = {"benchmark": "engine", **facts, "comparisons": [c.as_json() for c in comparisons]}
@@ -95,7 +96,9 @@ def compare(
     if plan.with_memory:
         for row in rows:
             if row.error is None:
-                _guarded(row, console, lambda row=row: _measure_memory(row, jobs[row.engine]))
+                num_steps = 2 if plan.processes == "fresh" else 3
+                measure_row = partial(_measure_memory, row, jobs[row.engine], num_steps)
+                _guarded(row, console, measure_row)
     return Comparison(
         workload.name,
         precision,
@@ -144,19 +147,19 @@ def _fresh_groups(
             def measure(row: Row = row) -> None:
                 with RankGroup(jobs[row.engine]) as group:
                     group.wait_ready()
-                    group.run(NUM_WARMUP)
-                    row.add_round(group.run(plan.num_steps), NUM_WARMUP + plan.num_steps)
+                    group.run(1)
+                    row.add_round(group.run(plan.num_steps), 1 + plan.num_steps)
 
             _guarded(row, console, measure)
         _report(console, round_, rows)
 
 
-def _measure_memory(row: Row, job: Job) -> None:
+def _measure_memory(row: Row, job: Job, num_steps: int) -> None:
     """Peak from the first step on, in a group that is alone on the machine."""
     with RankGroup(job) as group:
         group.wait_ready()
         with PssSampler(group.pids) as sampler:
-            group.run(NUM_WARMUP + 1)
+            group.run(num_steps)
         row.memory = sampler.peak
 
 
@@ -191,8 +194,19 @@ def _plan(args: argparse.Namespace, workload: Workload, num_engines: int) -> Pla
     )
 
 
-def _with_tokens(workload: Workload, num_tokens: int) -> Workload:
-    return replace(workload, num_tokens=num_tokens)
+def _tokens(args: argparse.Namespace, workload: Workload, precision: str, console: Console) -> int:
+    """Tokens per rank; few where bf16 products have no fast path and would hide all else."""
+    if args.tokens or precision != "bf16":
+        return args.tokens or workload.num_tokens
+    slowdown = machine.bf16_slowdown()
+    if slowdown < 8:
+        return workload.num_tokens
+    num_tokens = min(workload.num_tokens, NUM_TOKENS_SLOW_BF16)
+    console.print(
+        f"bf16 matrix products take {slowdown:.0f} times as long as fp32 ones on this CPU: "
+        f"{num_tokens} tokens per rank instead of {workload.num_tokens} (--tokens overrides)"
+    )
+    return num_tokens
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ import datetime
 import os
 import platform
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,28 @@ def describe() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_at_start": os.getloadavg()[0],
     }
+
+
+def bf16_slowdown() -> float:
+    """How many times longer a bf16 matrix product takes than one in fp32, on one thread.
+
+    Below 2 where the CPU has bf16 instructions (or AVX-512); about 100 where torch falls back to a
+    plain loop, which is then all that a bf16 step consists of.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    elapsed_s = []
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.ones(64, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+        _ = a @ b
+        started_s = time.process_time()
+        for _ in range(3):
+            _ = a @ b
+        elapsed_s.append(time.process_time() - started_s)
+    torch.set_num_threads(before)
+    return elapsed_s[1] / elapsed_s[0]
 
 
 def available_bytes() -> int:
