@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 # The id of the graph task that runs on this thread: tells "inside a backward" and which one. No
@@ -101,3 +102,10 @@ foreach_norm = torch._foreach_norm
 def dynamo_is_active() -> bool:
     """True when frames that are called now would be handed to dynamo (below a `torch.compile`)."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def default_store() -> dist.Store | None:
+    """The store of the default process group: ranks can meet there without a collective."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return None
+    return dist.distributed_c10d._get_default_store()

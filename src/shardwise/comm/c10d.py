@@ -28,9 +28,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.order_check import OrderCheck
 from shardwise.comm.staging import GatherPlan, PackedGrads, ReducePlan, used_here
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
-from shardwise.errors import TransportError
+from shardwise.errors import PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
 # Every backend moves these; others are gathered as bytes (Gloo has no float8 or int16, NCCL no
@@ -58,7 +59,10 @@ class C10dTransport:
         self._shard = shard
         self._replicate = replicate
         self._position: Position | None = None
+        self._num_attached = 0
         self._device = torch.device("cpu")
+        checks = (OrderCheck.of(axis) for axis in (shard, replicate))
+        self._checks = [check for check in checks if check is not None]
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
         if layout.world != self._shard.size:
@@ -71,7 +75,9 @@ class C10dTransport:
             self._device = device
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
-        return Bucket(name, layout, self._shard, self._replicate, buffer)
+        self._num_attached += 1
+        private = {"number": self._num_attached}
+        return Bucket(name, layout, self._shard, self._replicate, buffer, private)
 
     def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         """`shard` may have the stored or the gather dtype and lie on the host; `out` decides."""
@@ -145,6 +151,8 @@ class C10dTransport:
 
     def leave(self, position: Position) -> None:
         self._position = position
+        for check in self._checks:
+            check.end_phase(position)
 
     def abandon(self) -> None:
         """Collectives in flight end by themselves: their works hold the buffers."""
@@ -162,6 +170,13 @@ class C10dTransport:
     def close(self) -> None:
         """Nothing to give back: process groups belong to the mesh."""
 
+    def wait_for(self, work: Any, what: str) -> None:
+        """Wait on the host where that is what the backend does anyway, and watch the time."""
+        if self._checks and self._device.type == "cpu":
+            self._checks[-1 if what.startswith("all_reduce") else 0].wait(work, what)
+        else:
+            work.wait()
+
     def failure(self, what: str, error: Exception) -> TransportError:
         """The error of a collective, with where this rank stood."""
         at = self._position
@@ -174,6 +189,8 @@ class C10dTransport:
         )
 
     def _issue(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
+        for check in self._checks:
+            check.note(call.__name__.strip("_"), bucket.name, bucket.private["number"])
         try:
             return call(*args)
         except RuntimeError as error:
@@ -208,7 +225,9 @@ class _Issued:
     def wait(self) -> None:
         try:
             for work in self._works:
-                work.wait()
+                self._transport.wait_for(work, self._what)
+        except PeerTimeoutError:
+            raise
         except RuntimeError as error:
             raise self._transport.failure(self._what, error) from error
         self._works = []

@@ -10,7 +10,6 @@ a Transport       as it is
 from __future__ import annotations
 
 from difflib import get_close_matches
-from weakref import WeakValueDictionary
 
 import torch
 
@@ -21,10 +20,9 @@ from shardwise.errors import TransportError
 
 NAMES = ("auto", "c10d", "shared_memory", "fake")
 
-# One transport serves all models on a mesh: phases and fences are the mesh's. Weak: the units
-# that use a transport keep it alive, and a group that is gone cannot be mistaken for a later one
-# of the same id while its transport lives.
-_opened: WeakValueDictionary[tuple[object, ...], Transport] = WeakValueDictionary()
+# One transport serves all models on a mesh: phases and fences are the mesh's. Kept for good, as
+# process groups are: ranks collect garbage at different moments, and must agree on what exists.
+_opened: dict[tuple[object, ...], Transport] = {}
 
 
 def open_transport(

@@ -79,7 +79,7 @@ def fully_shard(
         ),
         policy=_policy(mp_policy),
         strategy=chosen,
-        offload=hasattr(offload_policy, "pin_memory"),
+        offload=offload_policy if hasattr(offload_policy, "pin_memory") else None,
         transport_name=transport,
     )
     ignored = frozenset(id(p) for p in ignored_params or ())

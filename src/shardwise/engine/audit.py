@@ -55,7 +55,8 @@ def _synchronize_over(
     if not different:
         return
     names = ", ".join(n for n, _ in different[:8]) + (" ..." if len(different) > 8 else "")
-    log.warning(
+    log.log(
+        logging.WARNING if axis.rank == 0 else logging.DEBUG,
         "ranks %s held different values of %s; all take those of rank %d",
         list(axis.ranks),
         names,

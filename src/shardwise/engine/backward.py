@@ -90,10 +90,18 @@ class BackwardPass:
                     unit.rest_after_backward()
 
     def _prefetch(self, unit: Unit) -> None:
-        for ref in unit.backward_prefetch:
-            ahead = ref()
-            if ahead is not None and not ahead.keeps_between_steps:
+        """Issue the gathers of the units that come next, while this one computes."""
+        for ahead in unit.backward_prefetch_units() or self._next_in_order(unit):
+            if not ahead.keeps_between_steps:
                 ahead.unshard()
+
+    def _next_in_order(self, unit: Unit) -> list[Unit]:
+        """The unit whose forward ran before; where gathering is synchronous there is no gain."""
+        order = self._context.order
+        if isinstance(unit.transport, Unordered) or unit not in order:
+            return []
+        at = order.index(unit)
+        return order[at - 1 : at]
 
     # -- reducing --------------------------------------------------------------------------------
     def _issue_ready(self) -> None:

@@ -27,7 +27,7 @@ from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.shard_tensor import Mark
-from shardwise.layout import BucketLayout
+from shardwise.layout import BucketLayout, OffloadPolicy
 
 _NOTHING = contextlib.nullcontext()
 
@@ -43,7 +43,7 @@ class BucketState:
         mesh: ShardMesh,
         transport: Transport,
         mark: Mark,
-        offload: bool = False,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -51,7 +51,8 @@ class BucketState:
         self.mesh = mesh
         self.transport = transport
         self.mark = mark
-        self.offload = offload and mesh.device.type != "cpu"
+        self.offload = offload is not None and mesh.device.type != "cpu"
+        self.pins_memory = self.offload and getattr(offload, "pin_memory", False)
         self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
         self.bucket: Bucket | None = None  # None while the parameters are on the meta device
         self.aliases = layout.world == 1 and not layout.needs_cast and not self.offload
@@ -63,7 +64,7 @@ class BucketState:
         """Allocate the shard buffer, in memory that the transport can work with."""
         device = torch.device("cpu") if self.offload else self.mesh.device
         self.bucket = self.transport.attach(self.name, self.layout, device)
-        if self.offload:
+        if self.pins_memory:
             self.bucket.buffer = self.bucket.buffer.pin_memory()
 
     def local_view(self, index: int) -> torch.Tensor:

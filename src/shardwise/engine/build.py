@@ -24,6 +24,7 @@ from shardwise.engine.param import ShardedParam, Slot, home_of
 from shardwise.engine.shard_tensor import Mark, ShardTensor
 from shardwise.layout import (
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ParamSpec,
     Strategy,
     layout_unit,
@@ -53,7 +54,7 @@ class Plan:
     transport: Transport
     policy: MixedPrecisionPolicy
     strategy: Strategy
-    offload: bool
+    offload: OffloadPolicy | None
     transport_name: str | Transport = "auto"
 
     def for_scalars(self) -> Plan:

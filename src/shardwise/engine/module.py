@@ -187,6 +187,9 @@ def _name_parameters(root: nn.Module) -> None:
             name = names.get(id(param.sharded))
             if name is not None:
                 param.rename(name)
+        for i, bucket in enumerate(unit.buckets):
+            if bucket.bucket is not None:
+                bucket.bucket.name = f"{unit.name}[{i}]"
 
 
 def _check_materialized(root: nn.Module) -> None:

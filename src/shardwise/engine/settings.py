@@ -112,13 +112,19 @@ class UnitSettings:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for FSDP2's sake: reductions here are sums, scaled afterwards."""
 
-    def set_reduce_scatter_max_input_buffers(self, num_buffers: int | None, **_: Any) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int | None, *, recurse: bool = True
+    ) -> None:
         """Accepted for FSDP2's sake; changes no number. Two reductions are in flight at most."""
 
-    def set_reduce_scatter_unused_params(self, enable: bool, **_: Any) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Accepted for FSDP2's sake: unused parameters always take part here, with zeros."""
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, **_: Any) -> None:
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
         """Accepted for FSDP2's sake; gathers and reductions share the mesh's group here."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

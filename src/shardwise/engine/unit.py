@@ -338,6 +338,10 @@ class Unit:
             for owner in self._tied_to:
                 owner.pre_backward()
 
+    def backward_prefetch_units(self) -> list[Unit]:
+        """What the user named."""
+        return [unit for ref in self.backward_prefetch if (unit := ref()) is not None]
+
     def rest_after_backward(self) -> None:
         """The state after a backward."""
         if self.in_double_backward:

@@ -249,7 +249,7 @@ class Domain:
             lambda i: self.controls[i].agreed < announced,
             "to agree on what follows",
         )
-        self.check_abandoned()
+        # A peer that has announced may be at an exception already, to which this rank comes too.
         bits = int.from_bytes(flags, "little")
         for i in self.others:
             theirs = self.controls[i].num_flags(round_)
