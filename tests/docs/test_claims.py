@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import shardwise as sw
-from ranks import on_ranks
+from ranks import on_ranks, spawn_ranks
+from shardwise.errors import DivergenceError
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -103,6 +104,24 @@ def test_branches(rank: int) -> None:
         same_grads(model, plain)
 
 
+def take_other_units(rank: int, world: int) -> str:
+    model, _ = pair()
+    shard(model, transport="c10d")
+    model.path = [0, 1] if rank == 0 else [0, 2]
+    with pytest.raises(DivergenceError) as found:
+        model(data(rank))
+    return str(found.value)
+
+
+def test_branches_on_c10d() -> None:
+    """Other units are refused there. On ranks of its own: they have diverged for good."""
+    with spawn_ranks(2, take_other_units) as group:
+        outcomes = group.join(30.0)
+    assert [o.kind for o in outcomes] == ["ok", "ok"], outcomes
+    assert "layers.1" in outcomes[0].value
+    assert "rank 1" in outcomes[0].value
+
+
 @on_ranks(2)
 def test_optimizer_before_sharding(rank: int) -> None:
     model, plain = pair()
@@ -161,7 +180,8 @@ def test_different_weights(rank: int) -> None:
         shard(model)
     finally:
         logging.getLogger("shardwise").removeHandler(handler)
-    assert any("weight" in text for text in records)
+    if rank == 0:  # one rank says so for all
+        assert any("weight" in text for text in records)
     same_weights(model, first)
 
 
