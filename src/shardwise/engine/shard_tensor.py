@@ -152,6 +152,11 @@ class ShardTensor(DTensor):
     def tolist(self) -> Any:
         return self.full_tensor().tolist()
 
+    def __format__(self, format_spec: str) -> str:
+        return (
+            format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
+        )
+
     def numpy(self, *, force: bool = False) -> Any:
         raise EngineError(
             f"{self._param_name or 'ShardTensor'}: numpy() of a sharded tensor would give this "
