@@ -156,6 +156,8 @@ class C10dTransport:
 
     def abandon(self) -> None:
         """Collectives in flight end by themselves: their works hold the buffers."""
+        for check in self._checks:
+            check.abandon()
 
     def agree(self, flags: list[bool]) -> list[bool]:
         """One small MAX all-reduce per axis with peers. The host waits: it steers by the answer."""

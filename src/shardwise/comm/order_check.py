@@ -75,6 +75,13 @@ class OrderCheck:
         self._hash = zlib.crc32(f"{kind} {number}".encode(), self._hash)
         self._count += 1
 
+    def abandon(self) -> None:
+        """An exception ended the phase here: say so, and start counting anew."""
+        self._phase += 1
+        self._history.append([self._phase, -1, self._count, self._last, "a phase by an exception"])
+        self._store.set(self._key(self._rank), json.dumps(list(self._history)))
+        self._hash = self._count = 0
+
     def end_phase(self, position: Position) -> None:
         """Compare with the next rank in the ring."""
         self._phase += 1
@@ -84,6 +91,11 @@ class OrderCheck:
         theirs = self._read(neighbour)
         if theirs is None or (theirs[1], theirs[2]) == (self._hash, self._count):
             return
+        if theirs[1] == -1:
+            raise DivergenceError(
+                f"rank {neighbour} ended {position.phase} by an exception, rank {self._rank} did "
+                "not; the cause is the error there, read its log first"
+            )
         raise DivergenceError(
             f"rank {self._rank} and rank {neighbour} issued different collectives up to the end of "
             f"{position.phase}: {self._count} here, the last one the {self._last}; {theirs[2]} "
@@ -121,16 +133,19 @@ class OrderCheck:
         Raises PeerTimeoutError once another rank is known to wait for something else, or at the
         limit.
         """
-        began = time.monotonic()
+        began, has_told = time.monotonic(), False
         while True:
             try:
                 work.wait(timedelta(seconds=STALL_S))
+                if has_told:
+                    self._store.delete_key(self._key(self._rank) + "/stall")
                 return
             except RuntimeError as error:
                 waited = time.monotonic() - began
                 if waited < STALL_S * 0.9 or work.is_completed():
                     raise
                 self._store.set(self._key(self._rank) + "/stall", what)
+                has_told = True
                 if self._elsewhere(what) or waited > self.wait_limit_s:
                     raise PeerTimeoutError(self._stall_text(what, waited)) from error
 

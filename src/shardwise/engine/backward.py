@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise._torch_compat import at_end_of_backward, graph_task
-from shardwise.comm.transport import Position, Unordered, missing_of
+from shardwise._torch_compat import graph_task
+from shardwise.comm.transport import Unordered
+from shardwise.engine.backward_end import end_with, forget
 from shardwise.engine.bucket import BucketState
-from shardwise.engine.gradients import Reduction
+from shardwise.engine.gradients import BucketGrads, Reduction
 from shardwise.engine.unit import Unit
-from shardwise.errors import DivergenceError, EngineError
+from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
     from shardwise.engine.context import Context
@@ -32,9 +33,9 @@ class BackwardPass:
     """See the module docstring."""
 
     def __init__(self, context: Context) -> None:
-        self._context = context
+        self.context = context
         self._watched: set[int] = set()
-        self._first_task = graph_task()
+        self.first_task = graph_task()
         self._creates_graph = False
         self._touched: dict[Unit, None] = {}
         self._complete: set[Unit] = set()
@@ -49,7 +50,7 @@ class BackwardPass:
         task = graph_task()
         if task is not None and task not in self._watched:
             self._watched.add(task)
-            at_end_of_backward(lambda: self._end(task))
+            end_with(task, self)
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_backward(self, unit: Unit) -> None:
@@ -60,7 +61,7 @@ class BackwardPass:
             unit.in_double_backward = self._creates_graph = True
         if unit not in self._touched:
             self._touched[unit] = None
-            self._context.note("B", unit)
+            self.context.note("B", unit)
         self._release_done(unit)
         unit.pre_backward()
         self._prefetch(unit)
@@ -97,7 +98,7 @@ class BackwardPass:
 
     def _next_in_order(self, unit: Unit) -> list[Unit]:
         """The unit whose forward ran before; where gathering is synchronous there is no gain."""
-        order = self._context.order
+        order = self.context.order
         if isinstance(unit.transport, Unordered) or unit not in order:
             return []
         at = order.index(unit)
@@ -110,7 +111,7 @@ class BackwardPass:
 
         Units that this backward has not reached are passed over: theirs is another one, or none.
         """
-        order = self._context.order
+        order = self.context.order
         for unit in reversed(order[:]):
             if unit in self._complete:
                 order.remove(unit)
@@ -138,35 +139,29 @@ class BackwardPass:
         with torch.no_grad(), unit.streams.lane("reduce"):
             reduction.finish()
         unit.streams.wait(unit.streams.record("reduce"))
-        self._context.note("G", unit)
+        self.context.note("G", unit)
 
     # -- the end ---------------------------------------------------------------------------------
-    def _end(self, task: int) -> None:
-        """Autograd has run all nodes of a graph task."""
-        context = self._context
-        if context.backward is not self:
-            return
-        self._flush()
-        if task == self._first_task:
-            self._join_peers()
+    def finish_reductions(self) -> None:
+        """Wait for all and deliver."""
         while self._in_flight:
             self._finish_oldest()
-        if task != self._first_task:
-            return  # a nested one; the outer backward goes on
+
+    def rest(self) -> None:
+        """Release what is gathered, and look whether all is done."""
         self._done_with.clear()
-        for unit in context.units:
+        for unit in self.context.units:
             if not self._creates_graph:
                 unit.in_double_backward = False
             if unit.is_held or unit in self._touched:
                 unit.rest_after_backward()
         self._check()
-        context.end_backward()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Issue what is incomplete: first in the reverse forward order, then units that are not in
         it.
         """
-        context = self._context
+        context = self.context
         for unit in reversed(context.order[:]):
             if unit in self._touched or unit.has_unreduced:
                 context.order.remove(unit)
@@ -184,27 +179,11 @@ class BackwardPass:
         if needed:
             self._issue(unit)
 
-    def _join_peers(self) -> None:
-        """Take part, with nothing to add, in reductions that only other ranks have (a branch, an
-        expert that ran there): this rank owns a shard of their sums too.
-        """
-        context = self._context
-        grads_of = {
-            id(g.state.bucket): (u, g) for u in context.units for g in u.grads if g.state.bucket
-        }
-        for wire in context.wires():
-            position = Position(wire.step, "backward", "")
-            while buckets := missing_of(wire.transport, position):
-                for bucket in buckets:
-                    if id(bucket) not in grads_of:
-                        raise DivergenceError(
-                            f"{bucket.name}: another rank reduces gradients of this unit in a "
-                            "backward in which this rank's model does not contain it; run the "
-                            "same model on all ranks"
-                        )
-                    unit, grads = grads_of[id(bucket)]
-                    self._touched.setdefault(unit, None)
-                    self._in_flight.append(unit.issue_reduction(grads))
+    def join(self, grads: BucketGrads) -> None:
+        """Reduce a bucket that this rank has no gradients of, because peers do."""
+        unit = grads.state.unit()
+        self._touched.setdefault(unit, None)
+        self._in_flight.append(unit.issue_reduction(grads))
 
     def _check(self) -> None:
         """The step's ledger: whatever was collected has been reduced, whatever was gathered has
@@ -220,6 +199,7 @@ class BackwardPass:
         """An exception ended the backward: drop what was to come. Collectives that were issued run
         to their end first, since they write into buffers that would be freed.
         """
+        forget(self)
         while self._in_flight:
             reduction = self._in_flight.popleft()
             if not isinstance(reduction.grads.state.transport, Unordered):

@@ -23,7 +23,7 @@ from shardwise.engine.backward import BackwardPass
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.token_mean import count_of_backward
 from shardwise.engine.unit import Unit
-from shardwise.engine.wire import Wire, enter_all, leave_all
+from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
 from shardwise.errors import EngineError
 from shardwise.events import EventLog
 
@@ -37,7 +37,7 @@ class Context:
         self.order: list[Unit] = []
         self.backward: BackwardPass | None = None
         self.log: EventLog | None = None
-        self._entered: list[Wire] = []
+        self.entered: Entered = {}
         self.num_tokens: float | None = None  # since the last reduction; None: losses are means
         self.is_accumulating = False  # a backward without sync has left partial gradients
         self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
@@ -77,6 +77,8 @@ class Context:
         if self.backward is not None:
             self.abandon()  # its end was never reached: an exception ended it
             self.depth = 1
+        for wire in self.wires():
+            wire.end_stale_backward()
         for unit in self.units:
             if unit.mark.moved or not unit.is_registered():
                 unit.refresh()  # before the phase, whose fence tells the peers of new buffers
@@ -118,19 +120,18 @@ class Context:
 
     # -- phases ----------------------------------------------------------------------------------
     def _enter(self, phase: str, name: str) -> None:
-        self._entered = self.wires()
-        enter_all(self._entered, phase, name)
+        self.entered = enter_all(self.wires(), phase, name)
 
     def _leave(self, phase: str, name: str) -> None:
-        entered, self._entered = self._entered, []
+        entered, self.entered = self.entered, {}
         leave_all(entered, phase, name)
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""
         backward, self.backward = self.backward, None
-        entered, self._entered = self._entered, []
-        for wire in entered:
-            wire.abandon()
+        entered, self.entered = self.entered, {}
+        for wire, epoch in entered.items():
+            wire.abandon(epoch)
         if backward is not None:
             backward.abandon()
         for unit in self.units:
@@ -139,8 +140,7 @@ class Context:
         self.depth = 0
         self.num_tokens, self.is_accumulating, self.divisor = None, False, None
 
-    # -- counting tokens (see `token_mean`)
-    # ---------------------------------------------------------
+    # -- counting tokens, see `token_mean` -------------------------------------------------------
     def count_tokens(self) -> None:
         """At the start of a backward: add its tokens; when it reduces, agree on the total."""
         count = count_of_backward()

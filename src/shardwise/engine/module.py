@@ -99,6 +99,17 @@ class FSDPModule(UnitSettings):
         """Forget a pass that an exception ended. The next forward does the same by itself."""
         unit_of(self).context.abandon()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, those of units too that are gathered and so show full parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in units_in(self):
+            for param in unit.params:
+                grad = param.sharded.grad
+                if grad is not None and set_to_none:
+                    param.sharded.grad = None
+                elif grad is not None:
+                    grad.zero_()
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`to`, `to_empty`, `float`, ...: work on the shards, then pick up what they became."""
         unit = unit_of(self)
@@ -163,6 +174,13 @@ def adopt(root: nn.Module) -> None:
     context = Context()
     context.log = root_state.unit.context.log
     below = list(sharded_modules(root))
+    if (
+        all(s.unit.is_adopted for _, _, s in below)
+        and len({id(s.unit.context) for _, _, s in below}) == 1
+    ):
+        for _, _, state in below:
+            state.is_known = True  # another module of its list was called before
+        return
     named: set[int] = set()
     for name, module, state in below:
         state.is_known = True
@@ -171,6 +189,7 @@ def adopt(root: nn.Module) -> None:
         if id(state.unit) not in named:
             named.add(id(state.unit))
             state.unit.is_root = module is root
+            state.unit.is_adopted = True
             state.unit.name = name or "(root)"
     context.take_in(list({id(s.unit): s.unit for _, _, s in below}.values()))
     _name_parameters(root)

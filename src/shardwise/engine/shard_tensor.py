@@ -129,7 +129,8 @@ class ShardTensor(DTensor):
                 value.detach(), self.device_mesh, self.placements, src_data_rank=None
             )
         elif value.placements != self.placements or value.device_mesh != self.device_mesh:
-            value = value.detach().redistribute(self.device_mesh, self.placements)  # type: ignore[attr-defined]
+            # type: ignore[attr-defined]
+            value = value.detach().redistribute(self.device_mesh, self.placements)
         _settle((self, value))
         self._local_tensor = local_of(value).detach()
         if self._mark is not None:

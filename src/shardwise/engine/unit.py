@@ -84,6 +84,7 @@ class Unit:
         self._handles: list[Handle] = []
         self._regrouped: Regrouped | None = None
         self._modules_run = 0
+        self.is_adopted = False  # a root has taken it in and named it
         self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
         self._num_users = 0  # tied units that run now and need this one gathered
 
@@ -96,6 +97,13 @@ class Unit:
             bucket.unit = weakref.ref(self)
             for param in bucket.params:
                 param.unit = bucket.unit
+        self._tell_transport()
+
+    def _tell_transport(self) -> None:
+        """Leave word on transport buckets whose gradients they carry."""
+        for grads in self.grads:
+            if grads.state.bucket is not None:
+                grads.state.bucket.private["grads"] = weakref.ref(grads)
 
     @property
     def wires(self) -> list[Wire]:
@@ -185,6 +193,7 @@ class Unit:
                     param.make_sharded(bucket.local_view(i), param.sharded)
                 bucket.register_sharded()
                 bucket.make_full()
+        self._tell_transport()
 
     # -- full copies -----------------------------------------------------------------------------
     def unshard(self) -> None:
@@ -248,10 +257,9 @@ class Unit:
     def start_user_unshard(self) -> None:
         if self.mark.moved:
             self.refresh()
-        wires = self.wires
-        enter_all(wires, "unshard", self.name)
+        entered = enter_all(self.wires, "unshard", self.name)
         self.unshard()
-        leave_all(wires, "unshard", self.name)
+        leave_all(entered, "unshard", self.name)
 
     def finish_user_unshard(self) -> None:
         self.wait_unshard()
@@ -399,7 +407,7 @@ class Unit:
         """Reduce partial gradients now, because somebody reads them (clipping, a step inside
         `no_sync`).
         """
-        enter_all(self.wires, "settle", self.name)
+        entered = enter_all(self.wires, "settle", self.name)
         self.context.divisor = self.context.total_tokens()
         with torch.no_grad():
             reductions = []
@@ -409,7 +417,7 @@ class Unit:
             for reduction in reductions:
                 reduction.finish(run_hooks=False)
         self.context.divisor = None
-        leave_all(self.wires, "settle", self.name)
+        leave_all(entered, "settle", self.name)
 
     def abandon(self) -> None:
         """An exception ended a pass: back to rest, without what it collected."""

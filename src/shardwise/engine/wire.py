@@ -23,6 +23,8 @@ class Wire:
         self._transport = weakref.ref(transport)
         self.depth = 0
         self.step = 0
+        self.epoch = 0
+        self._phase = ""
 
     @classmethod
     def of(cls, transport: Transport) -> Wire:
@@ -38,32 +40,45 @@ class Wire:
         assert transport is not None, "units keep their transport alive"
         return transport
 
-    def enter(self, phase: str, unit: str) -> None:
+    def enter(self, phase: str, unit: str) -> int:
+        """Returns the number of the outermost phase, which `leave` and `abandon` must name."""
         if self.depth == 0:
+            self.epoch += 1
+            self._phase = phase
             self.transport.enter(Position(self.step, phase, unit))
         self.depth += 1
+        return self.epoch
 
-    def leave(self, phase: str, unit: str) -> None:
+    def leave(self, phase: str, unit: str, epoch: int) -> None:
+        if epoch != self.epoch or not self.depth:
+            return  # somebody else's exception has ended that phase
         self.depth -= 1
         if self.depth == 0:
             if phase == "backward":
                 self.step += 1
             self.transport.leave(Position(self.step, phase, unit))
 
-    def abandon(self) -> None:
+    def abandon(self, epoch: int) -> None:
         """An exception ended the phase, whatever its depth was."""
-        if self.depth:
+        if epoch == self.epoch and self.depth:
             self.depth = 0
             self.transport.abandon()
 
+    def end_stale_backward(self) -> None:
+        """Outside of any backward, none can be open: an exception has ended it."""
+        if self.depth and self._phase == "backward":
+            self.abandon(self.epoch)
 
-def enter_all(wires: Iterable[Wire], phase: str, unit: str) -> None:
+
+Entered = dict[Wire, int]  # wires with the phases that were entered on them
+
+
+def enter_all(wires: Iterable[Wire], phase: str, unit: str) -> Entered:
     """Control enters the engine on several transports."""
-    for wire in wires:
-        wire.enter(phase, unit)
+    return {wire: wire.enter(phase, unit) for wire in wires}
 
 
-def leave_all(wires: Iterable[Wire], phase: str, unit: str) -> None:
+def leave_all(entered: Entered, phase: str, unit: str) -> None:
     """Control goes back to the user."""
-    for wire in wires:
-        wire.leave(phase, unit)
+    for wire, epoch in entered.items():
+        wire.leave(phase, unit, epoch)

@@ -1,0 +1,74 @@
+"""The end of a backward, once for all contexts that take part in it.
+
+One loss can reach several models (policy and reward, generator and discriminator), each with a
+context of its own; their units may share a mesh, and with it the phases of its transport. So their
+ends are one: all passes issue what is incomplete, then the reductions that only peers have are
+joined, then everything is waited for, delivered and released, and only then control goes back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise._torch_compat import at_end_of_backward
+from shardwise.comm.transport import Position, missing_of
+from shardwise.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from shardwise.engine.backward import BackwardPass
+    from shardwise.engine.gradients import BucketGrads
+
+_ENDS: dict[int, list[BackwardPass]] = {}  # by graph task; an entry lives as long as its backward
+
+
+def end_with(task: int, backward: BackwardPass) -> None:
+    """Let `backward` take part in the end of a graph task (reentrant checkpointing nests them)."""
+    if task not in _ENDS:
+        _ENDS[task] = []
+        at_end_of_backward(lambda: _end(task))
+    _ENDS[task].append(backward)
+
+
+def forget(backward: BackwardPass) -> None:
+    """An exception ended the backward; autograd will not call back."""
+    for task, passes in list(_ENDS.items()):
+        if backward in passes:
+            passes.remove(backward)
+        if not passes:
+            del _ENDS[task]
+
+
+def _end(task: int) -> None:
+    """Autograd has run all nodes of a graph task."""
+    passes = _ENDS.pop(task, [])
+    for backward in passes:
+        backward.flush()
+    ending = [b for b in passes if b.first_task == task]
+    if ending:
+        _join_peers(ending)
+    for backward in passes:
+        backward.finish_reductions()
+    for backward in ending:
+        backward.rest()
+    for backward in ending:
+        backward.context.end_backward()
+
+
+def _join_peers(ending: list[BackwardPass]) -> None:
+    """Take part, with nothing to add, in reductions that only other ranks have (a branch, an expert
+    that ran there): this rank owns a shard of their sums too.
+    """
+    wires = [wire for backward in ending for wire in backward.context.entered]
+    for wire in dict.fromkeys(wires):
+        if wire.depth > wires.count(wire):
+            continue  # an outer backward goes on, on the same transport
+        position = Position(wire.step, "backward", "")
+        while buckets := missing_of(wire.transport, position):
+            for bucket in buckets:
+                grads: BucketGrads | None = bucket.private["grads"]()
+                if grads is None:
+                    raise DivergenceError(
+                        f"{bucket.name}: another rank reduces gradients of this unit, which this "
+                        "rank has deleted; keep the same models on all ranks"
+                    )
+                ending[0].join(grads)
