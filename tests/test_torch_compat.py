@@ -1,0 +1,95 @@
+"""Every private torch name that we use does here what `_torch_compat` says of it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ranks import on_ranks
+from shardwise import _torch_compat as compat
+
+
+def test_graph_task_is_known_inside_a_backward_only() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append(compat.graph_task()))
+    assert compat.graph_task() is None
+    y.sum().backward()
+    assert len(seen) == 1 and isinstance(seen[0], int)
+    assert compat.graph_task() is None
+
+
+def test_end_of_backward_comes_last() -> None:
+    order = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    x.register_post_accumulate_grad_hook(lambda _: order.append("accumulated"))
+    y.register_hook(lambda _: compat.at_end_of_backward(lambda: order.append("end")))
+    y.sum().backward()
+    assert order == ["accumulated", "end"]
+
+
+def test_versions_guard_saved_tensors() -> None:
+    w = torch.ones(3, requires_grad=True)
+    loss = (w * torch.ones(3, requires_grad=True)).sum()
+    before = w._version
+    compat.set_versions((w,), (before + 1,))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(retain_graph=True)
+    compat.set_versions((w,), (before,))
+    loss.backward()
+    assert w.grad is not None
+
+
+def test_functorch_is_seen() -> None:
+    seen = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.in_functorch_transform())
+        return x.sin()
+
+    torch.func.vmap(fn)(torch.ones(2))
+    fn(torch.ones(2))
+    assert seen == [True, False]
+
+
+def test_hooks_are_read() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert not compat.tensor_hooks(x) and not compat.post_accumulate_hooks(x)
+
+    def hook(_: torch.Tensor) -> None:
+        return None
+
+    x.register_hook(hook)
+    x.register_post_accumulate_grad_hook(hook)
+    assert compat.tensor_hooks(x) == (hook,)
+    assert compat.post_accumulate_hooks(x) == (hook,)
+
+
+def test_dynamo_is_active_below_compile_only() -> None:
+    assert not compat.dynamo_is_active()
+    seen = []
+
+    @torch.compiler.disable(recursive=False)
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        seen.append(compat.dynamo_is_active())
+        return x
+
+    torch.compile(lambda x: outside(x) + 1, backend="eager")(torch.ones(2))
+    assert seen == [True]
+
+
+@on_ranks(2)
+def test_specs_locals_and_store(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    plain = DTensor.from_local(torch.ones(2), mesh, (Shard(0),), run_check=False)
+    again = compat.new_dtensor(DTensor, compat.local_of(plain), compat.spec_of(plain))
+    assert again.placements == (Shard(0),) and again.shape == (4,)
+    assert compat.local_of(again) is compat.local_of(plain)
+    store = compat.default_store()
+    assert store is not None
+    store.set(f"compat/{rank}", "here")
+    dist.barrier()
+    assert store.get(f"compat/{1 - rank}") == b"here"
