@@ -91,6 +91,7 @@ class OrderCheck:
         theirs = self._read(neighbour)
         if theirs is None or (theirs[1], theirs[2]) == (self._hash, self._count):
             return
+        here, self._hash, self._count = self._count, 0, 0  # the next phase is compared anew
         if theirs[1] == -1:
             raise DivergenceError(
                 f"rank {neighbour} ended {position.phase} by an exception, rank {self._rank} did "
@@ -98,7 +99,7 @@ class OrderCheck:
             )
         raise DivergenceError(
             f"rank {self._rank} and rank {neighbour} issued different collectives up to the end of "
-            f"{position.phase}: {self._count} here, the last one the {self._last}; {theirs[2]} "
+            f"{position.phase}: {here} here, the last one the {self._last}; {theirs[2]} "
             f"there, the last one the {theirs[3]}. What was gathered in between belongs to other "
             "units. All ranks must run the same units in the same order on c10d; use "
             "transport='shared_memory' on one host, or make every rank run every unit"

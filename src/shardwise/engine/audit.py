@@ -113,7 +113,8 @@ def check_filled(root: nn.Module) -> None:
     """Raise for tensors that still hold what `mark_unfilled` put into them."""
     unfilled = []
     for name, module in root.named_modules():
-        for key in module.__dict__.pop(_UNFILLED, ()):
+        marked = module.__dict__.pop(_UNFILLED, ())
+        for key in [k for k in (*module._parameters, *module._buffers) if k in marked]:
             tensor = module._parameters.get(key)
             tensor = module._buffers.get(key) if tensor is None else tensor
             if tensor is not None and _is_untouched(tensor):

@@ -133,10 +133,12 @@ class FSDPModule(UnitSettings):
         module, state = cast(nn.Module, self), self.__dict__[STATE]
         state.unit.reshard()
         new = object.__new__(type(module))
-        copy_attributes(module, new, STATE, memo)
         waiting = memo.setdefault(id(STATE), [])
+        is_outermost = not waiting
         waiting.append((state, new))
-        for source, target in list(waiting):
+        copy_attributes(module, new, STATE, memo)
+        # Units are built innermost first, once all modules are copied: ties reach across units.
+        for source, target in list(reversed(waiting)) if is_outermost else ():
             unit = copy_unit(source.unit, memo)
             if unit is not None:
                 waiting.remove((source, target))
@@ -183,13 +185,11 @@ def adopt(root: nn.Module) -> None:
         return
     named: set[int] = set()
     for name, module, state in below:
-        state.is_known = True
         if state.unit.context.depth == 0 and state.unit.context.backward is None:
             state.unit.refresh()
         if id(state.unit) not in named:
             named.add(id(state.unit))
             state.unit.is_root = module is root
-            state.unit.is_adopted = True
             state.unit.name = name or "(root)"
     context.take_in(list({id(s.unit): s.unit for _, _, s in below}.values()))
     _name_parameters(root)
@@ -197,6 +197,8 @@ def adopt(root: nn.Module) -> None:
     check_filled(root)
     _check_owned(root, context)
     repoint_all()
+    for _, _, state in below:  # not before: a check that has raised is made again
+        state.is_known = state.unit.is_adopted = True
 
 
 def _name_parameters(root: nn.Module) -> None:

@@ -223,12 +223,17 @@ class Unit:
         """From here on the compute stream may read the full parameters."""
         if not self._handles:
             return
-        with self.streams.lane("gather"):
-            for handle in self._handles:
-                if handle is not DONE:
-                    handle.wait()
+        handles, self._handles = self._handles, []
+        try:
+            with self.streams.lane("gather"):
+                for handle in handles:
+                    if handle is not DONE:
+                        handle.wait()
+        except BaseException:
+            # The gather may still write, so its memory is not released; nobody waits for it again.
+            self.is_held = False
+            raise
         self.streams.wait(self.streams.record("gather"))
-        self._handles = []
 
     def use_full(self) -> None:
         for bucket in self.buckets:

@@ -18,7 +18,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
+    # Fused: the plain loop takes several times as long on CPU; see benchmarks/README.md.
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -1,0 +1,147 @@
+"""What is found before anything is trained, and divergence that c10d would hide."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import shardwise
+from ranks import on_ranks
+from shardwise.engine.audit import checksum
+from shardwise.errors import DivergenceError, PeerTimeoutError
+
+
+def test_checksums_see_values_places_and_tails() -> None:
+    base = torch.arange(20_001, dtype=torch.float32)
+    swapped = base.clone()
+    swapped[0], swapped[10_000] = base[10_000], base[0]
+    changed = base.clone()
+    changed[-1] += 1
+    sums = [tuple(checksum(t).tolist()) for t in (base, base.clone(), swapped, changed)]
+    assert sums[0] == sums[1] and len(set(sums)) == 3
+    odd = torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8)
+    assert not torch.equal(checksum(odd), checksum(odd.flip(0)[:4]))
+
+
+@on_ranks(2)
+def test_different_weights_and_buffers_become_those_of_the_first_rank(
+    rank: int, world: int
+) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(rank)
+    starts: list = [None] * world
+    dist.all_gather_object(starts, {n: v.clone() for n, v in model.state_dict().items()})
+    shardwise.fully_shard(model)
+    got = {
+        n: v.full_tensor() if hasattr(v, "full_tensor") else v
+        for n, v in model.state_dict().items()
+    }
+    assert all(torch.equal(got[n], starts[0][n]) for n in got)
+
+
+@on_ranks(2)
+def test_optimizers_built_too_early_train_the_shards(rank: int, world: int) -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(4, 3)
+    ref = copy.deepcopy(model)
+    early = torch.optim.SGD(model.parameters(), lr=0.5)
+    shardwise.fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    ref(torch.ones(2, 4)).sum().backward()
+    early.step()
+    torch.optim.SGD(ref.parameters(), lr=0.5).step()
+    assert torch.equal(model.weight.full_tensor(), ref.weight)
+    assert early.param_groups[0]["params"][0] is model.weight
+
+
+@on_ranks(2)
+def test_an_optimizer_with_state_of_the_old_tensors_is_refused(rank: int, world: int) -> None:
+    model = nn.Linear(4, 3)
+    early = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    early.step()
+    early.zero_grad()
+    shardwise.fully_shard(model)
+    with pytest.raises(shardwise.errors.EngineError, match="holds state for the tensor"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_a_layer_outside_of_every_unit_is_named(rank: int, world: int) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    shardwise.fully_shard(model[0])
+    with pytest.raises(RuntimeError, match=r"no unit owns: 1\.weight, 1\.bias"):
+        model(torch.ones(2, 4))
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    shardwise.fully_shard(other[0], ignored_params=set(other[1].parameters()))
+    other(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_what_nobody_filled_after_to_empty_is_named(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    shardwise.fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"still on the meta device: 0\.weight"):
+        model(torch.ones(2, 4))
+    model.to_empty(device="cpu")
+    model[0].reset_parameters()
+    with pytest.raises(RuntimeError, match=r"never initialised .*1\.weight, 1\.bias"):
+        model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_a_write_into_a_gathered_copy_is_named(rank: int, world: int) -> None:
+    class Writes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model = Writes(4, 4)
+    shardwise.fully_shard(model, reshard_after_forward=True)
+    with pytest.raises(shardwise.errors.EngineError, match="weight: written in place while"):
+        model(torch.ones(2, 4))
+
+
+class Choosy(nn.Module):
+    """Runs the layers it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, which: tuple[int, ...]) -> torch.Tensor:
+        for i in which:
+            x = self.layers[i](x)
+        return x
+
+
+def choosy(transport: str) -> Choosy:
+    model = Choosy()
+    for layer in model.layers:
+        shardwise.fully_shard(layer, transport=transport)
+    return shardwise.fully_shard(model, transport=transport)
+
+
+@on_ranks(2)
+def test_units_that_differ_between_ranks_are_named_on_c10d(rank: int, world: int) -> None:
+    model = choosy("c10d")
+    model(torch.ones(2, 4), (0, 1, 2)).sum().backward()
+    with pytest.raises(DivergenceError, match=r"layers\.1.*layers\.2|layers\.2.*layers\.1"):
+        model(torch.ones(2, 4), (0, 1 + rank))
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_unit_that_one_rank_skips_is_named_on_c10d(rank: int, world: int) -> None:
+    model = choosy("c10d")
+    model(torch.ones(2, 4), (0, 1, 2)).sum().backward()
+    with pytest.raises((PeerTimeoutError, DivergenceError)) as caught:
+        model(torch.ones(2, 4), (0, 1) if rank else (0, 1, 2))
+    assert f"rank {1 - rank}" in str(caught.value)
+    if rank == 0:  # it waits in the gather; the other one may only learn that this has failed
+        assert "gather of layers.2[0]" in str(caught.value)
+    dist.destroy_process_group()  # it holds a gather without a partner: the pool makes new ranks
