@@ -446,5 +446,5 @@ _open_groups: list[RankGroup] = []
 def close_all() -> None:
     """End every rank process that this process has started."""
     _pools.clear()
-    for group in _open_groups:
-        group.close()
+    while _open_groups:  # close() takes the group out
+        _open_groups[-1].close()
