@@ -229,3 +229,36 @@ def test_collectives_of_the_user(rank: int, world: int) -> None:
     assert_same(model, ref)
     assert (gather.calls, scatter.calls, len(seen)) == (2, 1, 1)
     assert gather.staged == 2 and scatter.staged == 1
+
+
+@on_ranks(2)
+def test_a_parameter_frozen_between_micro_batches_keeps_its_gradient(rank: int, world: int) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    ref = copy.deepcopy(model)
+    for layer in model:
+        shardwise.fully_shard(layer)
+    shardwise.fully_shard(model)
+    x = torch.full((2, 5), 1.0 + rank)
+    with shardwise.no_sync(model):
+        model(x).sum().backward()
+    ref(x).sum().backward()
+    for m in (model, ref):
+        m[0].bias.requires_grad_(False)
+        m(x).square().sum().backward()
+    average(ref, world)
+    assert_same(model, ref)
+
+
+@on_ranks(2)
+def test_verdicts_over_shards_are_those_of_the_whole(rank: int, world: int) -> None:
+    torch.manual_seed(3)
+    model = nn.Linear(5, 7)
+    whole = model.weight.detach().clone()
+    shardwise.fully_shard(model)
+    shards = model.weight.detach()
+    for limit in (-9.0, 0.0, whole.max().item() - 1e-6, 9.0):
+        assert bool((shards > limit).any()) == bool((whole > limit).any())
+        assert bool((shards > limit).all()) == bool((whole > limit).all())
+        counted = (shards > limit).any().double().full_tensor()
+        assert counted == (whole > limit).any().double()

@@ -26,6 +26,7 @@ class OpInfo:
     returns_view: bool
     elementwise: bool
     writes_grads_away: bool
+    is_verdict: bool  # any, all: a partial verdict adds up wrongly when it is cast
 
 
 # Base names of operators whose result at an element depends on that element of each operand alone.
@@ -65,6 +66,7 @@ def _read(func: Any) -> OpInfo:
         returns_view=views,
         elementwise=elementwise and "out" not in func._overloadname,
         writes_grads_away=base in ("zero", "_foreach_zero") and bool(writes),
+        is_verdict=name in ("any", "all"),
     )
 
 

@@ -58,8 +58,13 @@ class BucketGrads:
 
     # -- collecting ------------------------------------------------------------------------------
     def trainable_layout(self) -> ReduceLayout:
-        """Layout of the trainable parameters as they are now."""
-        flags = tuple(p.full.requires_grad for p in self.state.params)
+        """Layout of the parameters to reduce now: the trainable ones, and those that were frozen
+        while a partial gradient of theirs waits.
+        """
+        if self.buffer is not None:
+            assert self.layout is not None
+            return self.layout  # the reduction under way keeps its layout
+        flags = tuple(p.full.requires_grad or p.partial is not None for p in self.state.params)
         if self.layout is None or tuple(i in self._position for i in range(len(flags))) != flags:
             if self.replica is not None:
                 raise RuntimeError(

@@ -104,6 +104,8 @@ class ShardTensor(DTensor):
             result = _run_local(func, info, args, kwargs)
         else:
             result = _run_dtensor(func, info, args, kwargs)
+        if info.is_verdict and type(result) is ShardTensor:
+            result = _finished(result)
         if info.writes:
             _mark_written(info, args)
         return result
@@ -314,6 +316,14 @@ def _finish_partial(info: rules.OpInfo, args: Any) -> None:
         if type(target) is ShardTensor and any(p.is_partial() for p in target.placements):
             whole = target.redistribute(placements=[Replicate()] * target.device_mesh.ndim)
             target._local_tensor, target._spec = local_of(whole), spec_of(whole)
+
+
+def _finished(t: ShardTensor) -> ShardTensor:
+    """`t` without partial placements (a collective where it has some)."""
+    if not any(p.is_partial() for p in t.placements):
+        return t
+    whole = t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements])
+    return ShardTensor(local_of(whole), spec_of(whole))
 
 
 def _mark_written(info: rules.OpInfo, args: Any) -> None:
