@@ -10,6 +10,7 @@ mesh dims        strategy        shard axis          replicate axis     placemen
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,11 @@ def default_mesh() -> DeviceMesh:
         accelerator.type if (accelerator := torch.accelerator.current_accelerator()) else "cpu"
     )
     if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise RuntimeError(
+                "no process group: start the script with torchrun (torchrun --nproc-per-node 2 "
+                "SCRIPT), or call torch.distributed.init_process_group() before fully_shard"
+            )
         dist.init_process_group()
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
