@@ -6,7 +6,7 @@ reuse then costs a page fault for every 4 KiB (28 MB: 12.0 ms; into pages that a
 Raising two thresholds of malloc keeps freed memory in the heap, where the next allocation finds it.
 
     benefit   50M decoder, 2 ranks, fp32: 16,000 to 22,000 page faults per rank and step become
-              fewer than 700; 30 to 80 ms of 1,120 ms processor time
+              fewer than 700; 33 of 1,124 ms processor time in one interleaved run on a busy machine
     cost      what the process has freed stays with it (up to 2 GiB at the heap's end): memory falls
               less after a peak. The peak itself stayed where it was (1,704 MiB against 1,697)
 
