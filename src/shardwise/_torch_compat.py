@@ -67,13 +67,6 @@ def new_dtensor(
     return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
 
 
-def is_swapped_forward(module: torch.nn.Module) -> bool:
-    """True when `module.compile()` was called: the compiled call replaces `_call_impl`, hooks
-    included.
-    """
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
 def post_accumulate_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:
     """The hooks that `register_post_accumulate_grad_hook` stored, which the engine runs for
     sharded parameters.

@@ -55,9 +55,8 @@ class BackwardPass:
     # -- moments ---------------------------------------------------------------------------------
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of an output of `unit` is complete."""
-        if (
-            torch.is_grad_enabled()
-        ):  # create_graph: the graph under construction saves the full parameters
+        if torch.is_grad_enabled():
+            # create_graph: the graph under construction saves the full parameters.
             unit.in_double_backward = self._creates_graph = True
         if unit not in self._touched:
             self._touched[unit] = None

@@ -147,8 +147,7 @@ class Context:
         if self.is_accumulating and (count is None) != (self.num_tokens is None):
             raise EngineError(
                 "micro-batches with and without global_mean() are mixed in one accumulation; use "
-                "it "
-                "for all micro-batches of a step, or for none"
+                "it for all micro-batches of a step, or for none"
             )
         self.num_tokens = None if count is None else (self.num_tokens or 0.0) + count
         self.is_accumulating = True

@@ -69,8 +69,7 @@ class BucketGrads:
             if self.replica is not None:
                 raise RuntimeError(
                     f"{self.state.name}: requires_grad changed while gradients wait for their "
-                    f"all-reduce; finish the "
-                    "accumulation (set_requires_all_reduce(True) and a backward) or clear the "
+                    "all-reduce; finish the accumulation (set_requires_all_reduce(True) and a backward) or clear the "
                     "gradients before"
                 )
             self.layout = layout_reduce(self.state.layout, flags)
@@ -94,22 +93,25 @@ class BucketGrads:
                 self.buffer.put(j, param.partial)
                 param.partial = None
 
-    def put(self, index: int, grad: torch.Tensor, scale: Scale) -> bool:
-        """A gradient arrived. True when it was the last one that was missing."""
+    @property
+    def is_complete(self) -> bool:
+        """Every gradient has arrived that is to come; at once where none is."""
+        return self.num_arrived == len(self.trainable_layout().indices)
+
+    def put(self, index: int, grad: torch.Tensor, scale: Scale) -> None:
+        """A gradient arrived."""
         if self.buffer is None:
             self.open(scale)
         assert self.buffer is not None and self.layout is not None
         position = self._position.get(index)
-        if (
-            position is None
-        ):  # unfrozen while a backward runs: the reduction under way does not know it
+        if position is None:
+            # Unfrozen while a backward runs: the reduction under way does not know it.
             raise RuntimeError(
                 f"{self.state.params[index].name}: requires_grad changed during a backward; "
-                f"change it between steps"
+                "change it between steps"
             )
         self.buffer.put(position, grad)
         self.num_arrived += 1
-        return self.num_arrived == len(self.layout.indices)
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived that is not to be reduced yet."""

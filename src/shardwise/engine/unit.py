@@ -25,7 +25,7 @@ from shardwise._torch_compat import graph_task, in_functorch_transform
 from shardwise.comm.transport import DONE, Handle
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, Tie, build_buckets
-from shardwise.engine.gradients import BucketGrads, Reduction, mean_scale
+from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped, grouped_mesh
 from shardwise.engine.shard_tensor import Mark
@@ -63,9 +63,7 @@ class Unit:
         self._build(found)
         self.context: Context  # set when a context takes the unit in
 
-        self.root_rule = (
-            False  # reshard_after_forward=None: kept after forward where the unit is the root's own
-        )
+        self.root_rule = False  # reshard_after_forward=None: the root's own unit is kept
         self.is_root = False
         self.reshard_after_forward = strategy.lifetime is Lifetime.USE
         self.reshard_after_backward = strategy.lifetime is not Lifetime.CLEAN
@@ -239,6 +237,12 @@ class Unit:
         for bucket in self.buckets:
             bucket.register_full()
 
+    def _make_usable(self) -> None:
+        """Gathered, complete, and registered."""
+        self.unshard()
+        self.wait_unshard()
+        self.use_full()
+
     def use_shards(self) -> None:
         for bucket in self.buckets:
             bucket.register_sharded()
@@ -274,15 +278,11 @@ class Unit:
     def pre_forward(self) -> None:
         for bucket in self.buckets:
             bucket.watch_gradients(_arrived)
-        self.unshard()
-        self.wait_unshard()
-        self.use_full()
+        self._make_usable()
         self._modules_run += 1
         for owner in self._tied_to:
             owner._num_users += 1
-            owner.unshard()
-            owner.wait_unshard()
-            owner.use_full()
+            owner._make_usable()
 
     def post_forward(self, in_backward: bool) -> None:
         """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
@@ -332,9 +332,8 @@ class Unit:
         if names:
             raise EngineError(
                 f"{', '.join(names)}: written in place while the unit {self.name!r} was gathered "
-                f"(in "
-                "its forward, or between forward and backward); the sharded parameter would not "
-                "see it. Write to the parameters at rest instead: before the forward, or after "
+                "(in its forward, or between forward and backward); the sharded parameter would "
+                "not see it. Write to the parameters at rest instead: before the forward, or after "
                 "the backward"
             )
 
@@ -345,9 +344,7 @@ class Unit:
 
     def pre_backward(self) -> None:
         if self.unshard_in_backward or self.is_held:
-            self.unshard()
-            self.wait_unshard()
-            self.use_full()
+            self._make_usable()
             for owner in self._tied_to:
                 owner.pre_backward()
 
@@ -379,13 +376,10 @@ class Unit:
         if not self.requires_sync:
             grads.accumulate(index, grad)
             return False
-        if grads.put(index, grad, self.scale(bucket)):
-            return all(
-                g.layout is not None and g.num_arrived == len(g.layout.indices) for g in self.grads
-            )
-        return False
+        grads.put(index, grad, self.scale(bucket))
+        return grads.is_complete and all(g.is_complete for g in self.grads)
 
-    def scale(self, bucket: BucketState) -> Any:
+    def scale(self, bucket: BucketState) -> Scale:
         return mean_scale(
             bucket.mesh.world, bucket.layout.reduce_dtype, self.divide_by or self.context.divisor
         )
@@ -415,11 +409,8 @@ class Unit:
         entered = enter_all(self.wires, "settle", self.name)
         self.context.divisor = self.context.total_tokens()
         with torch.no_grad():
-            reductions = []
-            for bucket, grads in zip(self.buckets, self.grads, strict=True):
-                if grads.has_partial:
-                    reductions.append(grads.issue(self.scale(bucket), True))
-            for reduction in reductions:
+            waiting = [g for g in self.grads if g.has_partial]
+            for reduction in [g.issue(self.scale(g.state), True) for g in waiting]:
                 reduction.finish(run_hooks=False)
         self.context.divisor = None
         leave_all(entered, "settle", self.name)

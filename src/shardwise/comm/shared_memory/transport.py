@@ -45,7 +45,6 @@ class SharedMemoryTransport:
     """
 
     name = "shared_memory"
-    per_mesh = True
 
     def __init__(self, shard: Axis, replicate: Axis) -> None:
         domain = domain_of(shard, replicate)
