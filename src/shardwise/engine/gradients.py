@@ -69,8 +69,8 @@ class BucketGrads:
             if self.replica is not None:
                 raise RuntimeError(
                     f"{self.state.name}: requires_grad changed while gradients wait for their "
-                    "all-reduce; finish the accumulation (set_requires_all_reduce(True) and a backward) or clear the "
-                    "gradients before"
+                    "all-reduce; finish the accumulation (set_requires_all_reduce(True) and a "
+                    "backward) or clear the gradients before"
                 )
             self.layout = layout_reduce(self.state.layout, flags)
             self._position = {i: j for j, i in enumerate(self.layout.indices)}
