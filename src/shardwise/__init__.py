@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.engine.inspect import record_events
     from shardwise.engine.materialize import materialize
     from shardwise.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+    from shardwise.engine.prefetch import set_prefetch
     from shardwise.engine.shard_model import shard_model
     from shardwise.engine.shard_tensor import ShardTensor
     from shardwise.engine.token_mean import global_mean
@@ -44,6 +45,7 @@ _HOMES = {
     "no_sync": "engine.grad_utils",
     "record_events": "engine.inspect",
     "register_fsdp_forward_method": "engine.module",
+    "set_prefetch": "engine.prefetch",
     "shard_model": "engine.shard_model",
 }
 
@@ -66,6 +68,7 @@ __all__ = [
     "no_sync",
     "record_events",
     "register_fsdp_forward_method",
+    "set_prefetch",
     "shard_model",
 ]
 

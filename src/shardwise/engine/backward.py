@@ -26,7 +26,7 @@ from shardwise.errors import EngineError
 if TYPE_CHECKING:
     from shardwise.engine.context import Context
 
-MAX_REDUCTIONS_IN_FLIGHT = 2
+MAX_REDUCTIONS_IN_FLIGHT = 2  # where they run beside computing
 
 
 class BackwardPass:
@@ -63,7 +63,7 @@ class BackwardPass:
             self.context.note("B", unit)
         self._release_done(unit)
         unit.pre_backward()
-        self._prefetch(unit)
+        self.context.prefetch.backward_of(unit, self.context)
 
     def recomputing(self, unit: Unit) -> None:
         """A checkpointed forward runs again; units whose backward is over make room for it."""
@@ -89,20 +89,6 @@ class BackwardPass:
                 if unit is not but:
                     unit.rest_after_backward()
 
-    def _prefetch(self, unit: Unit) -> None:
-        """Issue the gathers of the units that come next, while this one computes."""
-        for ahead in unit.backward_prefetch_units() or self._next_in_order(unit):
-            if not ahead.keeps_between_steps:
-                ahead.unshard()
-
-    def _next_in_order(self, unit: Unit) -> list[Unit]:
-        """The unit whose forward ran before; where gathering is synchronous there is no gain."""
-        order = self.context.order
-        if isinstance(unit.transport, Unordered) or unit not in order:
-            return []
-        at = order.index(unit)
-        return order[at - 1 : at]
-
     # -- reducing --------------------------------------------------------------------------------
     def _issue_ready(self) -> None:
         """Issue complete units from the back of the forward order; stop at the first that still
@@ -124,13 +110,19 @@ class BackwardPass:
     def _issue(self, unit: Unit) -> None:
         self._complete.discard(unit)
         self._issued.add(unit)
-        # A transport without an order may have to wait for a peer that waits for this rank's other
-        # reductions, so there nothing is waited for before the end.
-        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT and not isinstance(
+        self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if unit.overlaps else 0)
+        self._in_flight.extend(unit.issue_reductions())
+        if not unit.overlaps:
+            self._finish_all_but(0)
+
+    def _finish_all_but(self, num: int) -> None:
+        """Bound what is in flight. A transport without an order may have to wait for a peer that
+        waits for this rank's other reductions, so there nothing is waited for before the end.
+        """
+        while len(self._in_flight) > num and not isinstance(
             self._in_flight[0].grads.state.transport, Unordered
         ):
             self._finish_oldest()
-        self._in_flight.extend(unit.issue_reductions())
 
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.popleft()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwise._torch_compat import graph_task
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.bucket import BucketState
+from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.token_mean import count_of_backward
 from shardwise.engine.unit import Unit
 from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
@@ -35,6 +36,7 @@ class Context:
         self._units: list[weakref.ref[Unit]] = []
         self.depth = 0
         self.order: list[Unit] = []
+        self.prefetch = Prefetch()
         self.backward: BackwardPass | None = None
         self.log: EventLog | None = None
         self.entered: Entered = {}
@@ -84,6 +86,7 @@ class Context:
                 unit.refresh()  # before the phase, whose fence tells the peers of new buffers
         self._enter("forward", name)
         self._agree_on_stale_copies()
+        self.prefetch.begin_forward()
         return True
 
     def end_call(self, name: str, outermost: bool) -> None:
@@ -93,6 +96,7 @@ class Context:
         for unit in self.units:
             if unit._modules_run:
                 unit.rest_after_forward()
+        self.prefetch.end_forward()
         self._leave("forward", name)
 
     def fail_call(self, outermost: bool) -> None:
@@ -137,6 +141,7 @@ class Context:
         for unit in self.units:
             unit.abandon()
         self.order.clear()
+        self.prefetch.forget()
         self.depth = 0
         self.num_tokens, self.is_accumulating, self.divisor = None, False, None
 
@@ -185,6 +190,8 @@ class Context:
 
     def end_backward(self) -> None:
         self.backward = None
+        if not self.order:
+            self.prefetch.forget()
         self.tokens_reduced()
         self._leave("backward", "")
 

@@ -30,7 +30,8 @@ def run(unit: Unit, recompute: bool, forward: Callable[..., Any], args: Any, kwa
             context.backward_pass().recomputing(unit)
         context.ran_forward(unit)
         unit.pre_forward()
-        _prefetch(unit)
+        if not in_backward:
+            context.prefetch.forward_of(unit, context)
         args, kwargs = _prepare_inputs(unit, outermost, args, kwargs)
         _watch_inputs(context, unit, args, kwargs)
         if recompute and torch.is_grad_enabled():
@@ -39,20 +40,14 @@ def run(unit: Unit, recompute: bool, forward: Callable[..., Any], args: Any, kwa
             out = forward(*args, **kwargs)
         if unit.policy.output_dtype is not None:
             out = cast_floats(out, unit.policy.output_dtype)
-        _watch_outputs(context, unit, out)
+        if _watch_outputs(context, unit, out) and not in_backward:
+            context.prefetch.ended(unit)
         unit.post_forward(in_backward)
     except BaseException:
         context.fail_call(outermost)
         raise
     context.end_call(unit.name, outermost)
     return out
-
-
-def _prefetch(unit: Unit) -> None:
-    for ref in unit.forward_prefetch:
-        ahead = ref()
-        if ahead is not None:
-            ahead.unshard()
 
 
 def _prepare_inputs(unit: Unit, outermost: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -80,11 +75,14 @@ def _watch_inputs(context: Context, unit: Unit, args: Any, kwargs: Any) -> None:
         inputs[0].register_hook(functools.partial(context.input_done, unit))
 
 
-def _watch_outputs(context: Context, unit: Unit, out: Any) -> None:
-    """Gather again before the backward reaches this unit."""
+def _watch_outputs(context: Context, unit: Unit, out: Any) -> bool:
+    """Gather again before the backward reaches this unit. True when one may come."""
     if not torch.is_grad_enabled():
-        return
+        return False
     hook = functools.partial(context.pre_backward, unit)
+    watched = False
     for t in (out,) if isinstance(out, torch.Tensor) else tensors_in(out):
         if t.requires_grad:
             t.register_hook(hook)
+            watched = True
+    return watched

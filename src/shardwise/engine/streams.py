@@ -3,7 +3,7 @@
 Three lanes run beside the stream on which the user computes:
 
     gather   copy-in, all-gather, copy-out       waits for the compute stream when issued, is
-                                                 waited for at first use
+                                                 waited for at first use, by its event
     reduce   copy-in, reduce-scatter, all-reduce waits for the compute stream when issued, is
              waited for at the end
     compute  the user's stream
@@ -30,6 +30,8 @@ import torch
 class Streams(Protocol):
     """What the engine asks for."""
 
+    is_async: bool  # waiting for a collective inside a lane holds up the lane, not the host
+
     def lane(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Run the body on a lane, behind all that the compute stream has queued."""
         ...
@@ -46,6 +48,7 @@ class Streams(Protocol):
 class NoStreams:
     """CPU: there is one order, that of the program."""
 
+    is_async = False
     _nothing = contextlib.nullcontext()
 
     def lane(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -60,6 +63,8 @@ class NoStreams:
 
 class DeviceStreams:
     """CUDA and everything else with `torch.Stream`."""
+
+    is_async = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,6 +93,8 @@ class RecordingStreams:
     """Writes down what would be ordered: `fork gather`, `join gather`, `event gather`, `wait
     gather`.
     """
+
+    is_async = True
 
     def __init__(self) -> None:
         self.calls: list[str] = []

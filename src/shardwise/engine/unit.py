@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise._torch_compat import graph_task, in_functorch_transform
-from shardwise.comm.transport import DONE, Handle
+from shardwise.comm.transport import DONE, Handle, Unordered
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, Tie, build_buckets
 from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
@@ -74,12 +74,15 @@ class Unit:
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.prefetch: bool | None = None  # None: where it pays, see `overlaps`
+        self.gather_limit: int | None = None  # bytes that prefetching may reach
 
         self.is_held = False  # a gathered copy exists or is on its way
         self.is_stale = False  # ... but somebody wrote to the shards since
         self.gathered_at = -1
         self.in_double_backward = False
         self._handles: list[Handle] = []
+        self._gathered: Any = None  # the event behind the gather, until somebody has waited for it
         self._regrouped: Regrouped | None = None
         self._modules_run = 0
         self.is_adopted = False  # a root has taken it in and named it
@@ -120,12 +123,29 @@ class Unit:
         return self.strategy.lifetime is Lifetime.CLEAN
 
     @property
+    def overlaps(self) -> bool:
+        """Whether collectives run beside computing, so that it pays to issue them early."""
+        if isinstance(self.transport, Unordered):
+            return False
+        return self.mesh.device.type != "cpu" if self.prefetch is None else self.prefetch
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered copy."""
+        return sum(b.layout.full_bytes for b in self.buckets if not b.aliases)
+
+    @property
     def has_frozen(self) -> bool:
         return any(not p.full.requires_grad for b in self.buckets for p in b.params)
 
     @property
     def is_fresh(self) -> bool:
         return not self.is_stale and self.gathered_at == self.mark.count
+
+    @property
+    def needs_gather(self) -> bool:
+        """No copy is held, or one that was written since; a backward takes that of its forward."""
+        return not self.is_held or (not self.is_fresh and graph_task() is None)
 
     def is_registered(self) -> bool:
         """True when the modules hold this unit's parameters, in whatever form."""
@@ -200,13 +220,16 @@ class Unit:
         A backward uses the copy that its forward used, also when the shards were written in
         between.
         """
-        if self.is_held and (self.is_fresh or graph_task() is not None):
+        if not self.needs_gather:
             return
         if self.is_held:
             self.wait_unshard()
         self.context.note("AG", self)
         with self.streams.lane("gather"):
             self._handles = self._gather()
+            if self.streams.is_async:  # the lane waits, not the host: copy-out overlaps too
+                self._wait_handles()
+        self._gathered = self.streams.record("gather")
         self.is_held, self.is_stale = True, False
         self.gathered_at = self.mark.count
 
@@ -219,19 +242,22 @@ class Unit:
 
     def wait_unshard(self) -> None:
         """From here on the compute stream may read the full parameters."""
-        if not self._handles:
-            return
+        if self._handles:
+            self._wait_handles()
+        if self._gathered is not None:
+            event, self._gathered = self._gathered, None
+            self.streams.wait(event)
+
+    def _wait_handles(self) -> None:
         handles, self._handles = self._handles, []
         try:
-            with self.streams.lane("gather"):
-                for handle in handles:
-                    if handle is not DONE:
-                        handle.wait()
+            for handle in handles:
+                if handle is not DONE:
+                    handle.wait()
         except BaseException:
             # The gather may still write, so its memory is not released; nobody waits for it again.
             self.is_held = False
             raise
-        self.streams.wait(self.streams.record("gather"))
 
     def use_full(self) -> None:
         for bucket in self.buckets:
@@ -347,10 +373,6 @@ class Unit:
             self._make_usable()
             for owner in self._tied_to:
                 owner.pre_backward()
-
-    def backward_prefetch_units(self) -> list[Unit]:
-        """What the user named."""
-        return [unit for ref in self.backward_prefetch if (unit := ref()) is not None]
 
     def rest_after_backward(self) -> None:
         """The state after a backward."""

@@ -1,0 +1,87 @@
+"""What runs beside what on an accelerator: the calls to `Streams`, as golden text.
+
+    fork, join gather    the gather lane waits for what the compute stream has queued; the gather
+                         and its copy-out are queued on it
+    event, wait gather   a mark behind them; the compute stream waits for it
+    run L0, back L0      the user's computing is queued
+
+A gather overlaps with what is queued between its `event` and the `wait` for it. No clock, no GPU:
+the engine makes the same calls to `DeviceStreams`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from engine_kit import Mlp, Setting, batch, loss_of, make
+
+import shardwise as sw
+from ranks import on_ranks
+from shardwise.engine.state import units_in
+from shardwise.engine.streams import NoStreams, RecordingStreams
+
+
+def recorded(model: Any) -> RecordingStreams:
+    """The streams of all units, with the computing of the layers noted between their calls."""
+    streams = RecordingStreams()
+
+    def watch(x: torch.Tensor, text: str) -> None:
+        if x.requires_grad:
+            x.register_hook(lambda _: streams.calls.append(text))
+
+    for unit in units_in(model):
+        assert isinstance(unit.streams, NoStreams)
+        unit.streams = streams
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, i=i: streams.calls.append(f"run L{i}"))
+        layer.register_forward_pre_hook(lambda _, args, i=i: watch(args[0], f"back L{i}"))
+    return streams
+
+
+GATHER = "fork gather | join gather | event gather"
+AHEAD_FORWARD = (
+    f"{GATHER} | wait gather | {GATHER} | "  # R, then L0 ahead
+    f"wait gather | {GATHER} | run L0 | "  # L1 is under way while L0 runs
+    f"wait gather | {GATHER} | run L1 | "
+    "wait gather | run L2"
+)
+ALONE_FORWARD = (
+    f"{GATHER} | wait gather | {GATHER} | wait gather | run L0 | "
+    f"{GATHER} | wait gather | run L1 | {GATHER} | wait gather | run L2"
+)
+
+
+def step(model: Any, streams: RecordingStreams, rank: int, number: int) -> tuple[str, str]:
+    streams.calls.clear()
+    loss = loss_of(model(batch(model, number, rank)))
+    forward = " | ".join(streams.calls)
+    streams.calls.clear()
+    loss.backward()
+    return forward, " | ".join(streams.calls)
+
+
+@on_ranks(2)
+def test_gathers_overlap_with_the_unit_before(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    streams = recorded(model)
+    sw.set_prefetch(model, True)
+    assert step(model, streams, rank, 0)[0] == ALONE_FORWARD  # the order is not known yet
+    forward, backward = step(model, streams, rank, 1)
+    assert forward == AHEAD_FORWARD
+    issue = "fork reduce | join reduce"
+    finish = f"{issue} | event reduce | wait reduce"
+    assert backward == (
+        f"{GATHER} | wait gather | {GATHER} | {issue} | "  # R again, L2 ahead, R reduced
+        f"wait gather | {GATHER} | {issue} | back L2 | "  # L1 ahead of L2's computing
+        f"wait gather | {GATHER} | {finish} | {issue} | back L1 | "  # two reductions in flight
+        f"wait gather | {finish} | {issue} | {finish} | {finish}"
+    )
+
+
+@on_ranks(2)
+def test_without_prefetching_nothing_overlaps(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    streams = recorded(model)
+    for number in range(2):
+        assert step(model, streams, rank, number)[0] == ALONE_FORWARD
