@@ -14,7 +14,7 @@ help:
 	@echo "make test    run the tests (ARGS=... goes to pytest)"
 	@echo "make check   lint, format, types, layers, spelling, project rules, size budget"
 	@echo "make format  rewrite files to the formatter's taste, apply safe lint fixes"
-	@echo "make bench   engine benchmark against torch FSDP2"
+	@echo "make bench   the standard set: shardwise beside its peers, into benchmarks/results/"
 	@echo "make clean   remove .venv, caches and runs/demo"
 
 setup: $(STAMP)

@@ -23,9 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import machine
-from memory import PssSampler
-from workloads import SEED, Workload
+from shardwise.bench import machine
+from shardwise.bench.memory import PssSampler
+from shardwise.bench.workload import SEED
+from shardwise.bench.workload import DecoderWorkload as Workload
 
 WORKLOADS = {
     "0.5B": Workload("0.5B", layers=16, dim=1536, heads=12, num_tokens=256, vocab_size=16_384),

@@ -30,6 +30,13 @@ BROKEN = [
     (ENGINE, "import importlib\nimportlib.import_module('torch._inductor')", "torch._inductor"),
     (ENGINE, "from torch.distributed.fsdp import fully_shard", "only install.py may import it"),
     (ENGINE, "import torch\ntorch.distributed.fsdp.fully_shard", "only install.py may import it"),
+    (
+        Path("src/shardwise/bench/trainers.py"),
+        "from torch.distributed.fsdp import fully_shard",
+        "only install.py may import it",
+    ),
+    (ENGINE, "from shardwise.bench.peers import fsdp2", "nothing is built on it"),
+    (ENGINE, "import shardwise.bench.peers.fsdp2", "nothing is built on it"),
     (ENGINE, "x = 1  # TO" + "DO", "finish it"),
     (ENGINE, "# good enough for" + " now", "finish it"),
     (ENGINE, "def gather(self): ...", "gather is empty"),
@@ -47,6 +54,10 @@ ALLOWED = [
     (ENGINE, "raise NotImplementedError('views of views; clone first')"),
     (Path("src/shardwise/_torch_compat.py"), "import torch._dynamo"),
     (Path("src/shardwise/install.py"), "from torch.distributed.fsdp import fully_shard"),
+    (
+        Path("src/shardwise/bench/peers/fsdp2.py"),
+        "from torch.distributed.fsdp import fully_shard",
+    ),
     (TEST, "from torch.distributed.fsdp import fully_shard\nimport torch._dynamo"),
     (
         TEST,

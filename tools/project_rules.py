@@ -3,7 +3,9 @@
 | rule | where |
 |---|---|
 | private torch names are used in `_torch_compat.py` only | src |
-| torch's own FSDP is imported in `install.py` only: it is what we are compared with | src |
+| torch's own FSDP is imported in `install.py` and in `bench/peers/` only: it is what we are
+  compared with, and in that folder it is what is measured; nothing else may import the folder,
+  except `bench/trainers.py` by name when that engine is asked for | src |
 | nothing is left for later: stub words, empty functions, NotImplementedError without a text | all |
 | a test that is skipped or expected to fail says why | tests |
 
@@ -24,6 +26,8 @@ FOLDERS = ("src", "tests", "tools", "benchmarks", "examples")
 COMPAT = "_torch_compat.py"
 INSTALL = "install.py"
 PEER = "torch.distributed.fsdp"
+PEERS_FOLDER = ("src", "shardwise", "bench", "peers")
+PEERS_MODULE = "shardwise.bench.peers"
 STUB_WORDS = re.compile(
     r"\b(TODO|FIXME|XXX|HACK|WIP)\b"  # project_rules: allow
     r"|(?i:\b(for now|not (yet )?implemented|coming soon)\b)"  # project_rules: allow
@@ -40,8 +44,10 @@ def breaches_of(source: str, path: Path) -> list[Breach]:
     if path.parts[0] == "src":
         if path.name != COMPAT:
             found += private_torch(tree)
-        if path.name != INSTALL:
-            found += peer_imports(tree)
+        if path.parts[:-1] != PEERS_FOLDER:
+            found += imports_of_peers(tree)
+            if path.name != INSTALL:
+                found += peer_imports(tree)
     if path.parts[0] == "tests":
         found += silent_skips(tree)
     return sorted(set(found))
@@ -67,7 +73,22 @@ def peer_imports(tree: ast.Module) -> Iterator[Breach]:
     for node in ast.walk(tree):
         for full_name in _torch_paths(node, names):
             if full_name == PEER or full_name.startswith(PEER + "."):
-                yield node.lineno, f"{full_name} is the peer; only {INSTALL} may import it"
+                yield (
+                    node.lineno,
+                    f"{full_name} is the peer; only {INSTALL} may import it (and bench/peers)",
+                )
+
+
+def imports_of_peers(tree: ast.Module) -> Iterator[Breach]:
+    """Import statements of the folder that holds the peers."""
+    for node in ast.walk(tree):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        if any(f"{module}.".startswith(PEERS_MODULE + ".") for module in modules):
+            yield node.lineno, f"{PEERS_MODULE} is what is measured; nothing is built on it"
 
 
 def stub_words(source: str) -> Iterator[Breach]:

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+# Sees every operator, the collectives of C++ reducers included; there is no public name.
+from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
+
 # The id of the graph task that runs on this thread: tells "inside a backward" and which one. No
 # public API says so.
 _graph_task_id: Callable[[], int] = torch._C._current_graph_task_id

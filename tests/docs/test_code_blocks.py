@@ -25,6 +25,9 @@ from typing import Any
 import pytest
 
 from ranks import run_ranks
+from shardwise.bench.command import parser as bench_parser
+from shardwise.bench.engines import parse_engines
+from shardwise.bench.workload import workload_named
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
 from shardwise.train.config import world_problems
@@ -152,8 +155,26 @@ def _pip(words: list[str], folder: Path) -> None:
 def _shardwise(words: list[str], folder: Path) -> None:
     if words[0] in ("--help", "--version"):
         return
+    if words[0] == "bench":
+        _bench(words[1:], folder)
+        return
     assert words[0] == "train", f"shardwise {words[0]} does not exist"
     _train(words[1:], folder)
+
+
+def _bench(words: list[str], folder: Path) -> None:
+    """The options and engines exist; so do the configuration, or the functions of a module."""
+    if words == ["--help"]:
+        return
+    args = bench_parser().parse_args(words)
+    assert parse_engines(args.engines)
+    for name in (args.workload or "tiny").split(","):
+        assert workload_named(name)
+    if args.config:
+        assert load_config(ROOT / args.config)
+    for name in filter(None, (args.model, args.batch)):
+        module, _, function = name.partition(":")
+        assert f"def {function}(" in (folder / f"{module}.py").read_text()
 
 
 def _train(words: list[str], folder: Path) -> None:

@@ -19,6 +19,10 @@ _COMMANDS = {
         "shardwise.train.command",
         "train a model, sharded over ranks; start again to continue",
     ),
+    "bench": (
+        "shardwise.bench.command",
+        "compare engines on one model: time, memory, communication",
+    ),
 }
 
 

@@ -4,16 +4,24 @@ PSS (proportional set size, /proc/PID/smaps_rollup) divides shared pages among t
 map them, so that its sum over ranks counts memory that ranks share once. RSS would count it once
 for each rank. No privileges needed, and no process is moved to another cgroup.
 
+A memory cgroup (`MemoryCgroup`) counts the same, and what the kernel holds for the job. It is used
+only where the user names a folder of the cgroup file system that rank processes may move into.
+
 Sampling takes the kernel some ms for each GB (it walks the page tables) and slows the job down, so
 times are never taken while a sampler runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
+
+from shardwise.errors import ConfigError
 
 INTERVAL_S = 0.01
 _FIELDS = {
@@ -88,3 +96,40 @@ class PssSampler:
                 self.peak = total
             self.num_samples += 1
             time.sleep(INTERVAL_S)
+
+
+class MemoryCgroup:
+    """A child of the cgroup `parent`, made for one job and removed after it.
+
+    Version 2 has the highest use in `memory.peak`, version 1 in `memory.max_usage_in_bytes`. Rank
+    processes move in themselves, before they allocate: `path` is where.
+    """
+
+    _PEAKS = ("memory.peak", "memory.max_usage_in_bytes")
+
+    def __init__(self, parent: str) -> None:
+        self.path = Path(parent) / f"shardwise-bench-{os.getpid()}"
+
+    def __enter__(self) -> Self:
+        try:
+            self.path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--cgroup: cannot make a group in {self.path.parent}: {error.strerror}; name a "
+                "folder of the memory cgroup that you may write to, or leave it out (summed PSS)"
+            ) from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # a process that is still ending: it stays, empty
+            self.path.rmdir()
+
+    def peak(self) -> Pss:
+        """The highest use so far; only the total is known."""
+        for name in self._PEAKS:
+            with contextlib.suppress(FileNotFoundError):
+                return Pss(total=int((self.path / name).read_text()))
+        raise ConfigError(
+            f"--cgroup: {self.path.parent} counts no peak of memory (neither of "
+            f"{', '.join(self._PEAKS)}); the memory controller has to be on in it"
+        )

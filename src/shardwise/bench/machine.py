@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]  # of a clone; elsewhere there is no commit to name
 
 
 def describe() -> dict[str, Any]:
@@ -72,6 +72,8 @@ def _meminfo(field: str) -> int:
 
 def _commit() -> str:
     """Commit of the code that was measured; `+changes` when src or benchmarks differ from it."""
+    if not (ROOT / "benchmarks" / "engine.py").exists():
+        return "unknown"
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")

@@ -1,0 +1,124 @@
+"""The engines by their names on the command line. Nothing here imports torch.
+
+    KIND[:OPTION...][@NAME=VALUE...]      shardwise:shard_grad_op:c10d, fsdp2:keep, deepspeed:3
+
+Options may stand in any order. `@NAME=VALUE` starts that engine's ranks with an environment
+variable: `shardwise@SHARDWISE_WARM_PAGES=0`, `fsdp2@MALLOC_TRIM_THRESHOLD_=2147483647`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+TRANSPORTS = ("auto", "c10d", "shared_memory")
+STRATEGIES = (
+    "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "ddp", "zero1", "zero2", "zero3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What stands before the first colon."""
+
+    about: str
+    options: tuple[str, ...] = ()
+    package: str = "torch"  # what has to be importable
+    install: str = ""  # what pip calls it; empty: it comes with torch or with us
+
+    @property
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.package) is not None
+
+
+KINDS: dict[str, Kind] = {
+    "shardwise": Kind("this project", (*TRANSPORTS, *STRATEGIES, "keep", "last"), "shardwise"),
+    "fsdp2": Kind("torch.distributed.fsdp.fully_shard", ("keep", "hold", "last")),
+    "ddp": Kind("torch DistributedDataParallel; bf16 by autocast", ("last",)),
+    "fsdp1": Kind("torch FullyShardedDataParallel", ("keep", "last")),
+    "deepspeed": Kind("DeepSpeed ZeRO", ("1", "2", "3"), "deepspeed", "deepspeed"),
+    "megatron_fsdp": Kind("Megatron-FSDP", (), "megatron_fsdp", "megatron-fsdp"),
+    "fairscale": Kind("FairScale FullyShardedDataParallel", (), "fairscale", "fairscale"),
+    "floor": Kind("no communication, 1/N of the optimizer's work"),
+}
+OPTIONS = {
+    "keep": "parameters stay gathered between forward and backward",
+    "hold": "parameters stay gathered over all micro-batches of a step",
+    "last": "gradients are reduced in the last micro-batch only",
+    "1, 2, 3": "the ZeRO stage (2)",
+}
+STANDARD = (
+    "shardwise", "shardwise:c10d", "shardwise:shard_grad_op", "fsdp2", "fsdp2:keep", "ddp",
+    "fsdp1", "deepspeed:1", "deepspeed:2", "deepspeed:3", "megatron_fsdp", "fairscale", "floor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine with its options; `name` is what the user wrote."""
+
+    name: str
+    kind: str
+    options: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """False for the floor, which does not train the same model."""
+        return self.kind != "floor"
+
+    @property
+    def is_foreign(self) -> bool:
+        """Somebody else's package, which may refuse to run on this machine."""
+        return bool(KINDS[self.kind].install)
+
+    @property
+    def missing(self) -> str:
+        """How to install what is not here; empty when it is."""
+        kind = KINDS[self.kind]
+        return "" if kind.is_installed else f"not installed: pip install {kind.install}"
+
+    def one_of(self, words: tuple[str, ...], default: str) -> str:
+        """The option that is one of `words`."""
+        return next((o for o in self.options if o in words), default)
+
+
+def parse_engines(text: str) -> list[EngineSpec]:
+    """Engines separated by commas; `installed`: the standard ones that are here, `all`: all."""
+    specs: list[EngineSpec] = []
+    for name in [word.strip() for word in text.split(",")]:
+        if name in ("installed", "all"):
+            standard = [parse_engine(word) for word in STANDARD]
+            specs += [s for s in standard if name == "all" or not s.missing]
+        else:
+            specs.append(parse_engine(name))
+    return list({spec.name: spec for spec in specs}.values())
+
+
+def parse_engine(name: str) -> EngineSpec:
+    """One engine; a `ConfigError` with the nearest name where there is none."""
+    head, *variables = name.split("@")
+    kind, *options = head.split(":")
+    if kind not in KINDS:
+        raise ConfigError(f"--engines: no engine {kind!r}; {nearest(kind, KINDS)}")
+    known = KINDS[kind].options
+    for option in options:
+        if option not in known:
+            hint = nearest(option, known) if known else f"{kind} has no options"
+            raise ConfigError(f"--engines: {name}: no option {option!r}; {hint}")
+    for group in (TRANSPORTS, STRATEGIES, ("1", "2", "3")):
+        if len(chosen := [o for o in options if o in group]) > 1:
+            raise ConfigError(f"--engines: {name}: {' and '.join(chosen)} exclude each other")
+    for variable in variables:
+        if not variable.partition("=")[1]:
+            raise ConfigError(f"--engines: {name}: expected @NAME=VALUE, found @{variable}")
+    pairs = tuple((v.partition("=")[0], v.partition("=")[2]) for v in variables)
+    return EngineSpec(name, kind, tuple(options), pairs)
+
+
+def nearest(word: str, known: dict[str, Kind] | tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"

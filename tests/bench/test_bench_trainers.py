@@ -1,0 +1,99 @@
+"""Every engine trains the same model, and what it communicates is what it has to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import on_ranks
+from shardwise.bench.engines import parse_engine
+from shardwise.bench.trainers import Setup, make_trainer
+from shardwise.bench.workload import workload_named
+
+TINY = workload_named("tiny")
+ENGINES = (
+    "shardwise", "shardwise:c10d", "shardwise:shard_grad_op", "shardwise:no_shard",
+    "shardwise:keep:last", "fsdp2", "fsdp2:keep:hold:last", "ddp", "ddp:last", "fsdp1",
+    "fsdp1:keep:last",
+)  # fmt: skip
+MICRO = 4
+
+
+def trainer_of(name, precision="fp32", micro=MICRO):
+    setup = Setup(parse_engine(name), TINY.build(), precision, micro, TINY.unit, "foreach", lr=1e-2)
+    return make_trainer(setup)
+
+
+def losses_of(trainer, rank, world, steps=3):
+    batches = TINY.batches(rank, world)
+    found = torch.stack([trainer.step(batches) for _ in range(steps)])
+    dist.all_reduce(found)
+    return (found / world).tolist()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@on_ranks(2)
+def test_same_model(rank, world, name):
+    expected = losses_of(trainer_of("fsdp2"), rank, world)
+    assert losses_of(trainer_of(name), rank, world) == pytest.approx(expected, rel=1e-4)
+    assert expected[-1] < expected[0]
+
+
+@on_ranks(2)
+def test_the_floor_trains_another(rank, world):
+    """Or the comparison of losses could see nothing."""
+    expected = losses_of(trainer_of("fsdp2"), rank, world)
+    assert losses_of(trainer_of("floor"), rank, world)[-1] != pytest.approx(expected[-1], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["shardwise", "ddp", "floor"])
+@on_ranks(2)
+def test_bf16(rank, world, name):
+    expected = losses_of(trainer_of("fsdp2", "bf16"), rank, world)
+    found = losses_of(trainer_of(name, "bf16"), rank, world)
+    if name != "floor":
+        assert found == pytest.approx(expected, rel=5e-2)
+
+
+def traffic_of(name, rank, world, micro):
+    trainer = trainer_of(name, micro=micro)
+    batches = (TINY.batches(rank, world) * 2)[:micro]
+    trainer.step(batches)  # the first step differs: who is root is found out
+    return trainer.traffic(lambda: trainer.step(batches))
+
+
+@on_ranks(2)
+def test_events_agree_with_collectives(rank, world):
+    """What is read from layouts is what c10d moves."""
+    from shardwise.bench.traffic import count_collectives
+
+    trainer = trainer_of("shardwise:c10d")
+    batches = TINY.batches(rank, world)
+    trainer.step(batches)
+    read = trainer.traffic(lambda: trainer.step(batches))
+    seen = count_collectives(lambda: trainer.step(batches))
+    assert (read.num_gathers, read.num_reduces) == (seen.num_gathers, seen.num_reduces)
+    assert read.gather_bytes == pytest.approx(seen.gather_bytes, rel=0.01)
+    assert read.reduce_bytes == pytest.approx(seen.reduce_bytes, rel=0.01)
+
+
+@on_ranks(2)
+def test_one_gather_a_step_under_shard_grad_op(rank, world):
+    """8 micro-batches: 3 units are gathered once; FSDP2 gathers in every forward and backward."""
+    ours = traffic_of("shardwise:shard_grad_op", rank, world, 8)
+    assert ours.num_gathers == 3
+    assert ours.num_reduces == 3 * 8
+    assert traffic_of("shardwise:shard_grad_op:last", rank, world, 8).num_reduces == 3
+    assert traffic_of("fsdp2", rank, world, 8).num_gathers == (2 + 2 + 1) * 8
+    best = traffic_of("fsdp2:keep:hold:last", rank, world, 8)
+    assert (best.num_gathers, best.num_reduces) == (3, 3)
+
+
+@on_ranks(2)
+def test_collectives_of_c_plus_plus_are_seen(rank, world):
+    """DDP's reducer all-reduces each gradient once: twice (W-1)/W of the model arrives."""
+    num_params = sum(p.numel() for p in TINY.build().parameters())
+    found = traffic_of("ddp", rank, world, 1)
+    assert found.other_bytes == pytest.approx(4 * num_params, rel=0.01)
+    assert traffic_of("floor", rank, world, 1).total_bytes == 0
