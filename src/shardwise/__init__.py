@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardwise.engine.prefetch import set_prefetch
     from shardwise.engine.shard_model import shard_model
     from shardwise.engine.shard_tensor import ShardTensor
+    from shardwise.engine.step_in_backward import step_in_backward
     from shardwise.engine.token_mean import global_mean
     from shardwise.layout import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
 
@@ -47,6 +48,7 @@ _HOMES = {
     "register_fsdp_forward_method": "engine.module",
     "set_prefetch": "engine.prefetch",
     "shard_model": "engine.shard_model",
+    "step_in_backward": "engine.step_in_backward",
 }
 
 __all__ = [
@@ -70,6 +72,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_prefetch",
     "shard_model",
+    "step_in_backward",
 ]
 
 

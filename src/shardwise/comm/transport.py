@@ -66,7 +66,7 @@ class Bucket:
 class Handle(Protocol):
     """A movement that was issued. `wait` returns when the current stream may use its result.
 
-    Waiting twice is harmless.
+    Waiting twice is harmless. A handle may have `done`: True when `wait` would return at once.
     """
 
     def wait(self) -> None: ...

@@ -20,6 +20,7 @@ from shardwise.comm.transport import Unordered
 from shardwise.engine.backward_end import end_with, forget
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import BucketGrads, Reduction
+from shardwise.engine.step_in_backward import UnitSteps
 from shardwise.engine.unit import Unit
 from shardwise.errors import EngineError
 
@@ -42,6 +43,7 @@ class BackwardPass:
         self._issued: set[Unit] = set()
         self._done_with: list[Unit] = []
         self._in_flight: deque[Reduction] = deque()
+        self.steps = UnitSteps()
 
     def watch_end(self) -> None:
         """Ask for the final callback, once for each graph task (reentrant checkpointing nests
@@ -111,9 +113,13 @@ class BackwardPass:
         self._complete.discard(unit)
         self._issued.add(unit)
         self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if unit.overlaps else 0)
-        self._in_flight.extend(unit.issue_reductions())
+        reductions = unit.issue_reductions()
+        self._in_flight.extend(reductions)
+        self.steps.issued(unit, reductions)
         if not unit.overlaps:
             self._finish_all_but(0)
+        if unit.stepper is not None:
+            self._finish_done()
 
     def _finish_all_but(self, num: int) -> None:
         """Bound what is in flight. A transport without an order may have to wait for a peer that
@@ -124,6 +130,11 @@ class BackwardPass:
         ):
             self._finish_oldest()
 
+    def _finish_done(self) -> None:
+        """Deliver what all ranks have handed in, so that it need not be kept until the end."""
+        while self._in_flight and self._in_flight[0].is_done:
+            self._finish_oldest()
+
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.popleft()
         unit = reduction.grads.state.unit()
@@ -131,6 +142,7 @@ class BackwardPass:
             reduction.finish()
         unit.streams.wait(unit.streams.record("reduce"))
         self.context.note("G", unit)
+        self.steps.delivered(unit)
 
     # -- the end ---------------------------------------------------------------------------------
     def finish_reductions(self) -> None:
@@ -142,6 +154,7 @@ class BackwardPass:
         """Release what is gathered, and look whether all is done."""
         self._done_with.clear()
         for unit in self.context.units:
+            unit.num_uses = 0
             if not self._creates_graph:
                 unit.in_double_backward = False
             if unit.is_held or unit in self._touched:
@@ -174,7 +187,9 @@ class BackwardPass:
         """Reduce a bucket that this rank has no gradients of, because peers do."""
         unit = grads.state.unit()
         self._touched.setdefault(unit, None)
-        self._in_flight.append(unit.issue_reduction(grads))
+        reduction = unit.issue_reduction(grads)
+        self._in_flight.append(reduction)
+        self.steps.issued(unit, [reduction])
 
     def _check(self) -> None:
         """The step's ledger: whatever was collected has been reduced, whatever was gathered has

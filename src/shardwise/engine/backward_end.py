@@ -48,6 +48,7 @@ def _end(task: int) -> None:
         _join_peers(ending)
     for backward in passes:
         backward.finish_reductions()
+        backward.steps.end()
     for backward in ending:
         backward.rest()
     for backward in ending:

@@ -108,8 +108,10 @@ class Context:
     def ran_forward(self, unit: Unit) -> None:
         """A unit's forward begins; its backward is to be expected when gradients are on."""
         self.note("F", unit)
-        if torch.is_grad_enabled() and unit not in self.order and graph_task() is None:
-            self.order.append(unit)
+        if torch.is_grad_enabled() and graph_task() is None:
+            unit.num_uses += 1
+            if unit not in self.order:
+                self.order.append(unit)
 
     def _agree_on_stale_copies(self) -> None:
         """Copies that live between steps are gathered again when any rank wrote to its shards."""

@@ -75,6 +75,14 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, found {norm_type}")
+    parameters = list(parameters)
+    for p in parameters:
+        if getattr(getattr(p, "_mark", None), "steps_in_backward", False):
+            raise ValueError(
+                "clip_grad_norm_: these parameters have stepped in the backward "
+                "(step_in_backward), so no gradient is left to clip; call optimizer.step() after "
+                "the backward instead, or do not clip"
+            )
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.tensor(0.0)

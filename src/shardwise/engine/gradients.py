@@ -173,6 +173,12 @@ class Reduction:
     all_reduce: bool
     over_replicas: Handle | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Finishing it would wait for nobody."""
+        done = getattr(self.handle, "done", False)
+        return done and self.grads.state.mesh.replicate.size == 1
+
     def wait(self) -> None:
         """Wait, drop the result. After an exception peers may still read what this rank posted."""
         self.handle.wait()

@@ -39,12 +39,13 @@ class Mark:
     of one was set to memory outside of the unit's buffer.
     """
 
-    __slots__ = ("count", "moved", "name")
+    __slots__ = ("count", "moved", "name", "steps_in_backward")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
         self.moved = False
+        self.steps_in_backward = False
 
 
 class Pending(Protocol):

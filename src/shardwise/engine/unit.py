@@ -36,6 +36,7 @@ from shardwise.layout import Lifetime
 
 if TYPE_CHECKING:
     from shardwise.engine.context import Context
+    from shardwise.engine.step_in_backward import Stepper
 
 
 class Unit:
@@ -77,6 +78,8 @@ class Unit:
         self.prefetch: bool | None = None  # None: where it pays, see `overlaps`
         self.gather_limit: int | None = None  # bytes that prefetching may reach
 
+        self.stepper: Stepper | None = None  # an optimizer that steps in the backward
+        self.num_uses = 0  # forwards with gradients since the last backward
         self.is_held = False  # a gathered copy exists or is on its way
         self.is_stale = False  # ... but somebody wrote to the shards since
         self.gathered_at = -1
@@ -87,6 +90,7 @@ class Unit:
         self._modules_run = 0
         self.is_adopted = False  # a root has taken it in and named it
         self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
+        self._lends = False  # its parameters are used in other units too
         self._num_users = 0  # tied units that run now and need this one gathered
 
     def _build(self, found: list[Found]) -> None:
@@ -133,6 +137,11 @@ class Unit:
     def full_bytes(self) -> int:
         """Bytes of the gathered copy."""
         return sum(b.layout.full_bytes for b in self.buckets if not b.aliases)
+
+    @property
+    def is_tied(self) -> bool:
+        """Parameters of it are used in other units' modules, or those of others here."""
+        return bool(self._tied_to) or self._lends
 
     @property
     def has_frozen(self) -> bool:
@@ -199,6 +208,7 @@ class Unit:
             owner = home.unit()
             if owner is not None and owner is not self and owner not in self._tied_to:
                 self._tied_to.append(owner)
+                owner._lends = True
 
     def materialize(self) -> None:
         """Allocate shards for parameters on the meta device. What is in them is undefined until
@@ -443,7 +453,7 @@ class Unit:
             grads.discard()
         for param in self.params:
             param.full.grad = None
-        self._modules_run = self._num_users = 0
+        self._modules_run = self._num_users = self.num_uses = 0
         self.in_double_backward = False
         if self._regrouped is not None:
             self._regrouped.is_kept = False
