@@ -20,9 +20,9 @@ from shardwise.comm.transport import Unordered
 from shardwise.engine.backward_end import end_with, forget
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import BucketGrads, Reduction
+from shardwise.engine.ledger import check_units
 from shardwise.engine.step_in_backward import UnitSteps
 from shardwise.engine.unit import Unit
-from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
     from shardwise.engine.context import Context
@@ -151,7 +151,7 @@ class BackwardPass:
             self._finish_oldest()
 
     def rest(self) -> None:
-        """Release what is gathered, and look whether all is done."""
+        """Release what is gathered."""
         self._done_with.clear()
         for unit in self.context.units:
             unit.num_uses = 0
@@ -159,7 +159,6 @@ class BackwardPass:
                 unit.in_double_backward = False
             if unit.is_held or unit in self._touched:
                 unit.rest_after_backward()
-        self._check()
 
     def flush(self) -> None:
         """Issue what is incomplete: first in the reverse forward order, then units that are not in
@@ -187,19 +186,15 @@ class BackwardPass:
         """Reduce a bucket that this rank has no gradients of, because peers do."""
         unit = grads.state.unit()
         self._touched.setdefault(unit, None)
-        reduction = unit.issue_reduction(grads)
+        reduction = unit.issue_reduction(grads, joins=True)
         self._in_flight.append(reduction)
         self.steps.issued(unit, [reduction])
 
-    def _check(self) -> None:
-        """The step's ledger: whatever was collected has been reduced, whatever was gathered has
-        been released.
-        """
-        for unit in self._touched:
-            if unit.requires_sync and any(g.buffer is not None for g in unit.grads):
-                raise EngineError(
-                    f"{unit.name}: gradients were collected but not reduced; please report this"
-                )
+    def check_ledgers(self) -> None:
+        """Was everything that this backward brought reduced, delivered, released? See `ledger`."""
+        kept = self._creates_graph  # nothing is released before the outermost plain backward ends
+        unreached = () if kept else (u for u in self.context.order if u not in self._touched)
+        check_units(self._touched, unreached)
 
     def abandon(self) -> None:
         """An exception ended the backward: drop what was to come. Collectives that were issued run

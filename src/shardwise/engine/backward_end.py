@@ -41,18 +41,26 @@ def forget(backward: BackwardPass) -> None:
 def _end(task: int) -> None:
     """Autograd has run all nodes of a graph task."""
     passes = _ENDS.pop(task, [])
-    for backward in passes:
-        backward.flush()
     ending = [b for b in passes if b.first_task == task]
-    if ending:
-        _join_peers(ending)
-    for backward in passes:
-        backward.finish_reductions()
-        backward.steps.end()
-    for backward in ending:
-        backward.rest()
-    for backward in ending:
-        backward.context.end_backward()
+    try:
+        for backward in passes:
+            backward.flush()
+        if ending:
+            _join_peers(ending)
+        for backward in passes:
+            backward.finish_reductions()
+            backward.steps.end()
+        for backward in ending:
+            backward.rest()
+        for backward in ending:
+            backward.context.end_backward()
+    except BaseException:
+        for backward in passes:  # now, and not at the next forward: peers wait for this rank
+            if backward.context.backward is backward:
+                backward.context.abandon()
+        raise
+    for backward in ending:  # control is the user's again, so a complaint holds up no peer
+        backward.check_ledgers()
 
 
 def _join_peers(ending: list[BackwardPass]) -> None:

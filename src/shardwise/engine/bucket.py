@@ -107,19 +107,25 @@ class BucketState:
         self._hooked.clear()
         self.release()
 
-    def watch_gradients(self, arrived: Callable[[Any, int], None]) -> None:
+    def watch_gradients(self, arrived: Callable[[Any, int], None]) -> int:
         """Call `arrived(bucket, index)` when autograd has put a gradient into a full parameter.
+        Returns the mask of those that get one.
 
         The hooks hold the bucket weakly, so a model that is deleted frees its memory at once.
         """
+        trainable = 0
         for i, param in enumerate(self.params):
-            if param.full.requires_grad != param.sharded.requires_grad:
-                param.full.requires_grad_(param.sharded.requires_grad)
-            if param.full.requires_grad and i not in self._hooked:
-                param.full.register_post_accumulate_grad_hook(
-                    _arrival_hook(weakref.ref(self), i, arrived)
-                )
-                self._hooked.add(i)
+            full, requires_grad = param.full, param.sharded.requires_grad
+            if full.requires_grad != requires_grad:
+                full.requires_grad_(requires_grad)
+            if requires_grad:
+                trainable |= 1 << i
+                if i not in self._hooked:
+                    full.register_post_accumulate_grad_hook(
+                        _arrival_hook(weakref.ref(self), i, arrived)
+                    )
+                    self._hooked.add(i)
+        return trainable
 
     # -- moving ----------------------------------------------------------------------------------
     def gather(self) -> Handle:

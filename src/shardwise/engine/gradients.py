@@ -19,6 +19,7 @@ import torch
 
 from shardwise.comm.transport import GradBuffer, Handle
 from shardwise.engine.bucket import BucketState
+from shardwise.engine.ledger import Ledger
 from shardwise.layout import ReduceLayout, layout_reduce
 
 
@@ -52,9 +53,11 @@ class BucketGrads:
         self.layout: ReduceLayout | None = None
         self.buffer: GradBuffer | None = None
         self.out: torch.Tensor | None = None
-        self.num_arrived = 0
+        self.ledger = Ledger()
+        self.arrived = 0  # mask of parameters whose gradient is in the buffer
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
         self._position: dict[int, int] = {}
+        self._all = 0  # mask of the parameters in the layout
 
     # -- collecting ------------------------------------------------------------------------------
     def trainable_layout(self) -> ReduceLayout:
@@ -74,6 +77,7 @@ class BucketGrads:
                 )
             self.layout = layout_reduce(self.state.layout, flags)
             self._position = {i: j for j, i in enumerate(self.layout.indices)}
+            self._all = sum(1 << i for i in self.layout.indices)
         return self.layout
 
     def open(self, scale: Scale) -> None:
@@ -85,7 +89,7 @@ class BucketGrads:
         self.buffer = self.state.transport.grad_buffer(
             self.state.bucket, layout, self.out, scale.before
         )
-        self.num_arrived = 0
+        self.arrived = 0
         for i, j in self._position.items():
             param = self.state.params[i]
             param.drop_cleared()
@@ -96,7 +100,10 @@ class BucketGrads:
     @property
     def is_complete(self) -> bool:
         """Every gradient has arrived that is to come; at once where none is."""
-        return self.num_arrived == len(self.trainable_layout().indices)
+        if self.buffer is None:
+            self.trainable_layout()
+            return not self._all
+        return self.arrived == self._all
 
     def put(self, index: int, grad: torch.Tensor, scale: Scale) -> None:
         """A gradient arrived."""
@@ -111,13 +118,17 @@ class BucketGrads:
                 "change it between steps"
             )
         self.buffer.put(position, grad)
-        self.num_arrived += 1
+        self.arrived |= 1 << index
+        ledger = self.ledger
+        ledger.waiting |= 1 << index
+        ledger.num_taken += 1
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived that is not to be reduced yet."""
         self.state.params[index].add_partial(
             grad, self.state.layout.reduce_dtype, self.pending(index)
         )
+        self.ledger.num_taken += 1
 
     def pending(self, index: int) -> ParamPending:
         return ParamPending(self, index, self._settle)
@@ -142,20 +153,33 @@ class BucketGrads:
         if self.buffer is not None:
             self.buffer.discard()
         self.buffer = self.out = None
-        self.num_arrived = 0
+        self.arrived = 0
+        self.ledger.clear()
 
     # -- reducing --------------------------------------------------------------------------------
-    def issue(self, scale: Scale, all_reduce: bool) -> Reduction:
-        """Issue the reduction of what was collected (zeros where nothing arrived)."""
+    def issue(self, scale: Scale, all_reduce: bool, *, joins: bool = False) -> Reduction:
+        """Issue the reduction of what was collected (zeros where nothing arrived). `joins`: peers
+        have one, this rank has nothing.
+        """
+        ledger = self.ledger
         if self.buffer is None:
+            ledger.repeated += bool(ledger.issued) and not joins
             self.open(scale)
         assert self.buffer is not None and self.out is not None and self.layout is not None
         assert self.state.bucket is not None
         had = tuple(self.buffer.has(j) for j in range(len(self.layout.indices)))
+        if ledger.waiting and not all(had):
+            ledger.lost |= sum(
+                1 << i
+                for i, there in zip(self.layout.indices, had, strict=True)
+                if not there and ledger.waiting >> i & 1
+            )
+        ledger.waiting = 0
+        ledger.issued += 1
         handle = self.state.transport.reduce(self.state.bucket, self.buffer, self.out, scale.after)
         reduction = Reduction(self, handle, self.out, self.layout, had, all_reduce)
         self.buffer = self.out = None
-        self.num_arrived = 0
+        self.arrived = 0
         if self.state.layout.world == 1 and all_reduce:
             reduction.start_all_reduce()  # nothing to wait for before
         return reduction
@@ -210,6 +234,7 @@ class Reduction:
         self._deliver(run_hooks)
 
     def _keep_replica(self) -> None:
+        self.grads.ledger.delivered += 1
         if self.grads.replica is not None:
             self.out.add_(self.grads.replica)
         self.grads.replica = self.out
@@ -218,6 +243,7 @@ class Reduction:
 
     def _deliver(self, run_hooks: bool) -> None:
         state, layout = self.grads.state, self.layout
+        self.grads.ledger.delivered += 1
         rank = state.mesh.shard.rank
         data = self.out[: layout.data_numel(rank)]
         if data.dtype != state.layout.dtype:

@@ -307,17 +307,18 @@ class Unit:
         leave_all(entered, "unshard", self.name)
 
     def finish_user_unshard(self) -> None:
+        self.watch_gradients()
         self.wait_unshard()
         self.use_full()
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
-        for bucket in self.buckets:
-            bucket.watch_gradients(_arrived)
+        self.watch_gradients()
         self._make_usable()
         self._modules_run += 1
         for owner in self._tied_to:
             owner._num_users += 1
+            owner.watch_gradients()
             owner._make_usable()
 
     def post_forward(self, in_backward: bool) -> None:
@@ -384,6 +385,15 @@ class Unit:
             for owner in self._tied_to:
                 owner.pre_backward()
 
+    @property
+    def should_be_released(self) -> bool:
+        """After a backward nothing may be gathered, as far as strategy and settings go."""
+        return (
+            self.reshard_after_backward
+            and not self.keeps_between_steps
+            and not self.in_double_backward
+        )
+
     def rest_after_backward(self) -> None:
         """The state after a backward."""
         if self.in_double_backward:
@@ -397,6 +407,11 @@ class Unit:
             self.reshard()
 
     # -- gradients -------------------------------------------------------------------------------
+    def watch_gradients(self) -> None:
+        """Whoever uses the full parameters, their gradients are heard of."""
+        for grads in self.grads:
+            grads.ledger.trainable = grads.state.watch_gradients(_arrived)
+
     def arrived(self, bucket: BucketState, index: int) -> bool:
         """A full gradient is in its accumulator. True when it was the unit's last."""
         param = bucket.params[index]
@@ -405,6 +420,8 @@ class Unit:
         if torch.is_grad_enabled():
             grad = grad.detach()
         grads = self._grads_of[id(bucket)]
+        grads.ledger.told |= 1 << index
+        grads.ledger.num_told += 1
         if not self.requires_sync:
             grads.accumulate(index, grad)
             return False
@@ -430,9 +447,9 @@ class Unit:
             self.context.note("RS", self)
         return reductions
 
-    def issue_reduction(self, grads: BucketGrads) -> Reduction:
+    def issue_reduction(self, grads: BucketGrads, *, joins: bool = False) -> Reduction:
         with self.streams.lane("reduce"):
-            return grads.issue(self.scale(grads.state), self.requires_all_reduce)
+            return grads.issue(self.scale(grads.state), self.requires_all_reduce, joins=joins)
 
     def settle_partials(self) -> None:
         """Reduce partial gradients now, because somebody reads them (clipping, a step inside
@@ -444,6 +461,8 @@ class Unit:
             waiting = [g for g in self.grads if g.has_partial]
             for reduction in [g.issue(self.scale(g.state), True) for g in waiting]:
                 reduction.finish(run_hooks=False)
+            for grads in waiting:
+                grads.ledger.clear()
         self.context.divisor = None
         leave_all(entered, "settle", self.name)
 
