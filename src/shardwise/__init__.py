@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.optimizer_state import get_optimizer_state_dict
+    from shardwise.comm.limits import set_wait_limit
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
     from shardwise.engine.copies import full_parameters
@@ -47,6 +48,7 @@ _HOMES = {
     "record_events": "engine.inspect",
     "register_fsdp_forward_method": "engine.module",
     "set_prefetch": "engine.prefetch",
+    "set_wait_limit": "comm.limits",
     "shard_model": "engine.shard_model",
     "step_in_backward": "engine.step_in_backward",
 }
@@ -71,6 +73,7 @@ __all__ = [
     "record_events",
     "register_fsdp_forward_method",
     "set_prefetch",
+    "set_wait_limit",
     "shard_model",
     "step_in_backward",
 ]

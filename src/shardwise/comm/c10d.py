@@ -22,6 +22,7 @@ is the caller's, who keeps it until `wait` has returned.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from shardwise.comm.order_check import OrderCheck
 from shardwise.comm.staging import GatherPlan, PackedGrads, ReducePlan, used_here
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
-from shardwise.errors import PeerTimeoutError, TransportError
+from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
 # Every backend moves these; others are gathered as bytes (Gloo has no float8 or int16, NCCL no
@@ -148,6 +149,8 @@ class C10dTransport:
 
     def enter(self, position: Position) -> None:
         self._position = position
+        for check in self._checks:
+            check.begin_phase(position)
 
     def leave(self, position: Position) -> None:
         self._position = position
@@ -156,8 +159,12 @@ class C10dTransport:
 
     def abandon(self) -> None:
         """Collectives in flight end by themselves: their works hold the buffers."""
+        error = sys.exc_info()[1]
+        reason = (
+            "an exception; read its log" if error is None else f"{type(error).__name__}: {error}"
+        )
         for check in self._checks:
-            check.abandon()
+            check.abandon(reason[:2000])
 
     def agree(self, flags: list[bool]) -> list[bool]:
         """One small MAX all-reduce per axis with peers. The host waits: it steers by the answer."""
@@ -166,7 +173,8 @@ class C10dTransport:
             return list(flags)
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
         for axis in axes:
-            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=axis.group)
+            work = dist.all_reduce(votes, dist.ReduceOp.MAX, axis.group, async_op=True)
+            self.wait_for(work, "all_reduce of what ranks agree on")
         return [bool(vote) for vote in votes.tolist()]
 
     def close(self) -> None:
@@ -228,7 +236,7 @@ class _Issued:
         try:
             for work in self._works:
                 self._transport.wait_for(work, self._what)
-        except PeerTimeoutError:
+        except (PeerTimeoutError, DivergenceError):
             raise
         except RuntimeError as error:
             raise self._transport.failure(self._what, error) from error

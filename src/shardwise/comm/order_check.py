@@ -1,190 +1,324 @@
-"""Do all ranks issue the same collectives? Checked at the end of every phase, on c10d.
+"""Do all ranks issue the same collectives? Asked before they are issued, on c10d.
 
 A process group pairs collectives by their order alone. Ranks that gather different units of one
-size get each other's numbers without a word; ranks that issue different counts wait for ever. So
-every rank keeps a rolling hash of what it issued, and at the end of a phase compares it with its
-neighbour's through the process group's store: ranks that agree in a ring all agree. The store is
-beside the data path: nothing is added to the collectives that tools count, and a rank that hangs
-can still be told about.
+size get each other's numbers without a word; of different sizes, Gloo ends the process; ranks that
+issue different counts wait for ever. Asking before every collective would cost more than the
+collective. So each rank remembers what it issued in the last phase of the same kind, and which
+phase followed which:
 
-    store key   <mesh>/<rank>        the last phases of a rank: number, hash, count, last unit
-    store key   <mesh>/<rank>/stall  where a rank has been waiting for longer than STALL_S
+    as remembered    nothing is asked. All ranks remember the same, so ranks that all do what they
+                     remember do the same
+    otherwise        (first step, another branch) the rank holds the collective back, posts what it
+                     has issued, and looks at its neighbour in the ring of ranks: one that does
+                     the same posts the same; one that does as it remembers will wait soon for this
+                     rank, says so on the board, or ends its phase. Then they differ: a named error
+                     on both, before anything was paired wrongly
 
-Costs one write and one read of the store a phase. `SHARDWISE_CHECK_ORDER=0` switches it off.
+At the end of each phase ranks compare a hash of what they issued with their neighbour's: ranks that
+agree in a ring all agree. All of it goes through the store beside the data path: nothing is added
+to the collectives that tools count, and a rank that hangs can still be told about.
+
+    store key   <mesh>/<rank>          the last phases of a rank: number, hash, count, last unit
+    store key   <mesh>/<rank>/<n % 16> what it has issued in phase n, when it had to say so
+    store key   <mesh>/trouble         the phase that ended by an error, and the error
+
+Costs one write and one read of the store a phase.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import logging
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
-from shardwise._torch_compat import default_store
+from shardwise.comm.board import (
+    STALL_S,
+    Board,
+    clear_whereabouts,
+    default_board,
+    explain,
+    post_whereabouts,
+    text_of,
+)
+from shardwise.comm.limits import wait_limit_s, warn_after_s
 from shardwise.comm.transport import Axis, Position
 from shardwise.errors import DivergenceError, PeerTimeoutError
 
-STALL_S = 5.0
-KEPT_PHASES = 16
+logger = logging.getLogger(__name__)
 
+KEPT_PHASES = 16
+ABANDONED = -1  # in place of a hash
+_REMEDY = (
+    "All ranks must run the same units in the same order on c10d; look for a branch or a loop that "
+    "depends on the rank or on local data and make every rank run every unit, or use "
+    "transport='shared_memory' on one host"
+)
 
 # Transports of one shape that this process has made: ranks make them in the same order, so the
 # number tells those of equal ranks apart.
 _MADE: dict[str, int] = {}
 
 
-def _text(position: Position) -> str:
-    return f"{position.phase} of step {position.step}"
-
-
 class OrderCheck:
-    """The check of one mesh axis on one rank."""
+    """The check of one mesh axis on one rank. See the module docstring."""
 
-    def __init__(self, store: dist.Store, ranks: tuple[int, ...], rank: int, mesh: str) -> None:
-        self._store = store
-        self._ranks = ranks
-        self._rank = rank
+    def __init__(self, board: Board, ranks: tuple[int, ...], rank: int, mesh: str) -> None:
+        self._board = board
+        self._ranks, self._rank = ranks, rank
+        self._neighbour = ranks[(ranks.index(rank) + 1) % len(ranks)]
         self._mesh = f"shardwise/{mesh}"
-        self._phase = 0
-        self._hash = 0
-        self._count = 0
-        self._last = ""
+        self._phase = 0  # that runs now
+        self._position: Position | None = None
+        self._issued: list[str] = []  # in this phase
+        self._names: list[str] = []  # the same in words
+        self._remembered: list[str] = []
+        self._as_remembered = True
+        self._orders: dict[tuple[str, str], list[str]] = {}
+        self._followers: dict[Any, tuple[str, str]] = {}
+        self._kind: tuple[str, str] | None = None
+        self._last = "nothing yet"
         self._history: deque[list[Any]] = deque(maxlen=KEPT_PHASES)
-        self.wait_limit_s = float(os.environ.get("SHARDWISE_WAIT_LIMIT_S", "120"))
 
     @classmethod
     def of(cls, axis: Axis) -> OrderCheck | None:
-        """None where there is nobody to compare with, no store, or it is switched off."""
-        if axis.size == 1 or os.environ.get("SHARDWISE_CHECK_ORDER") == "0":
+        """None where there is nobody to compare with, or no store."""
+        if axis.size == 1:
             return None
-        store = default_store()
-        if store is None:
+        board = default_board()
+        if board is None:
             return None
         ranks = f"{axis.name} {axis.ranks}"
         _MADE[ranks] = number = _MADE.get(ranks, 0) + 1
-        return cls(store, axis.ranks, axis.ranks[axis.rank], f"{ranks} {number}")
+        return cls(board, axis.ranks, axis.ranks[axis.rank], f"{ranks} {number}")
+
+    # -- phases and collectives ------------------------------------------------------------------
+    def begin_phase(self, position: Position) -> None:
+        """Control enters the engine."""
+        before, self._kind = self._kind, (position.phase, position.unit)
+        self._phase += 1
+        self._position = position
+        self._issued, self._names = [], []
+        self._as_remembered = self._followers.get(before) == self._kind
+        self._remembered = self._orders.get(self._kind, [])
+        self._followers[before] = self._kind
+        if not self._as_remembered:
+            self._meet(f"{position.phase} of unit {position.unit!r}")
 
     def note(self, kind: str, name: str, number: int) -> None:
-        """A collective is issued."""
-        self._last = f"{kind} of {name}"
-        self._hash = zlib.crc32(f"{kind} {number}".encode(), self._hash)
-        self._count += 1
-
-    def abandon(self) -> None:
-        """An exception ended the phase here: say so, and start counting anew."""
-        self._phase += 1
-        self._history.append([self._phase, -1, self._count, self._last, "a phase by an exception"])
-        self._store.set(self._key(self._rank), json.dumps(list(self._history)))
-        self._hash = self._count = 0
+        """A collective is about to be issued. Raises DivergenceError when the neighbour is known
+        to issue another one.
+        """
+        item, at = f"{kind} {number}", len(self._issued)
+        self._issued.append(item)
+        self._names.append(name)
+        if self._as_remembered and at < len(self._remembered) and self._remembered[at] == item:
+            return
+        self._as_remembered = False
+        if self._position is not None:
+            self._meet(f"{kind} of {name}")
 
     def end_phase(self, position: Position) -> None:
         """Compare with the next rank in the ring."""
-        self._phase += 1
-        self._history.append([self._phase, self._hash, self._count, self._last, _text(position)])
-        self._store.set(self._key(self._rank), json.dumps(list(self._history)))
-        neighbour = self._ranks[(self._ranks.index(self._rank) + 1) % len(self._ranks)]
-        theirs = self._read(neighbour)
-        if theirs is None or (theirs[1], theirs[2]) == (self._hash, self._count):
+        if self._names:
+            self._last = f"{self._issued[-1].partition(' ')[0]} of {self._names[-1]}"
+        assert self._kind is not None
+        self._orders[self._kind] = self._issued
+        mine = [zlib.crc32(" ".join(self._issued).encode()), len(self._issued)]
+        self._tell_end(mine, text_of(position))
+        self._position = None
+        theirs = self._entry_of(self._neighbour)
+        if theirs is None:
+            waiting = f"the end of {text_of(position)}"
+            self._poll(lambda: self._entry_of(self._neighbour), waiting, position)
+            theirs = self._entry_of(self._neighbour)
+        if theirs is None or theirs[1:3] == mine:
             return
-        here, self._hash, self._count = self._count, 0, 0  # the next phase is compared anew
-        if theirs[1] == -1:
+        self._orders.clear()  # whatever comes next is asked for
+        if theirs[1] == ABANDONED:
             raise DivergenceError(
-                f"rank {neighbour} ended {position.phase} by an exception, rank {self._rank} did "
-                "not; the cause is the error there, read its log first"
+                f"rank {self._neighbour} ended {position.phase} by an exception, rank {self._rank} "
+                "did not; the cause is the error there, read its log first"
             )
-        raise DivergenceError(
-            f"rank {self._rank} and rank {neighbour} issued different collectives up to the end of "
-            f"{position.phase}: {here} here, the last one the {self._last}; {theirs[2]} "
-            f"there, the last one the {theirs[3]}. What was gathered in between belongs to other "
-            "units. All ranks must run the same units in the same order on c10d; use "
-            "transport='shared_memory' on one host, or make every rank run every unit"
+        raise self._diverged(
+            f"{mine[1]} here, the last one the {self._last}; {theirs[2]} there, the last one the "
+            f"{theirs[3]}. What was gathered in between belongs to other units"
         )
 
-    def _key(self, rank: int) -> str:
-        return f"{self._mesh}/{rank}"
+    def abandon(self, reason: str = "an exception") -> None:
+        """An exception ended the phase here: say so, and ask about whatever comes next."""
+        if self._position is None:
+            return
+        self._tell_end([ABANDONED, len(self._issued)], "a phase by an exception")
+        self._board.set(f"{self._mesh}/trouble", json.dumps([self._phase, self._rank, reason]))
+        self._position = self._kind = None
+        self._orders.clear()
+        self._followers.clear()
 
-    def _read(self, rank: int) -> list[Any] | None:
-        """That rank's record of this phase; None when it is too old to be kept."""
-        began, pause = time.monotonic(), 0.0
-        while True:
-            if self._store.check([self._key(rank)]):
-                history = json.loads(self._store.get(self._key(rank)))
-                for entry in history:
-                    if entry[0] == self._phase:
-                        return entry
-                if history[0][0] > self._phase:
-                    return None
-            waited = time.monotonic() - began
-            if waited > STALL_S and self._is_stalled(rank):
-                raise PeerTimeoutError(self._stall_text(f"the end of phase {self._phase}", waited))
-            if waited > self.wait_limit_s:
-                raise PeerTimeoutError(self._stall_text(f"the end of phase {self._phase}", waited))
-            time.sleep(pause)
-            pause = min(0.01, pause + 0.0002)
+    def _tell_end(self, mine: list[int], text: str) -> None:
+        self._history.append([self._phase, *mine, self._last, text, self._as_remembered])
+        self._board.set(f"{self._mesh}/{self._rank}", json.dumps(list(self._history)))
+
+    # -- asking ----------------------------------------------------------------------------------
+    def _meet(self, what: str) -> None:
+        """Hold back what is not as remembered until the neighbour is known to do the same."""
+        self._say()
+        self._poll(lambda: self._does_the_same(what), what, self._position)
+
+    def _say(self) -> None:
+        """Show what was issued in this phase."""
+        key = f"{self._mesh}/{self._rank}/{self._phase % KEPT_PHASES}"
+        said = [self._phase, self._kind, self._issued, self._names]
+        self._board.set(key, json.dumps(said))
+
+    def _said(self, rank: int) -> list[Any] | None:
+        """What that rank has said about this phase."""
+        text = self._board.find(f"{self._mesh}/{rank}/{self._phase % KEPT_PHASES}")
+        said = json.loads(text) if text else None
+        return said if said is not None and said[0] == self._phase else None
+
+    def _does_the_same(self, what: str) -> bool | None:
+        """True: the neighbour has said the same; None: it has said nothing yet."""
+        said = self._said(self._neighbour)
+        if said is not None:
+            self._compare(said, self._neighbour)
+            if len(said[2]) >= len(self._issued):
+                return True
+        ended = self._entry_of(self._neighbour)
+        if ended is None or ended[1] == ABANDONED:
+            return None
+        if not ended[5] and said is not None:
+            return True  # it was asked about everything too, by others; the end is compared
+        raise self._diverged(
+            f"the {what} here, which is not what came last time; there {ended[4]} ended as last "
+            f"time, after {ended[2]} collectives, the last one the {ended[3]}",
+            so_far="are to issue",
+        )
+
+    def _compare(self, said: list[Any], rank: int) -> None:
+        """Raise when that rank issued something else in this phase."""
+        if tuple(said[1]) != self._kind:
+            raise self._diverged(
+                f"rank {self._rank} is in {' of unit '.join(map(str, self._kind or ()))!r}, rank "
+                f"{rank} in {' of unit '.join(said[1])!r}",
+                so_far="are to issue",
+            )
+        for i, (mine, theirs) in enumerate(zip(self._issued, said[2], strict=False)):
+            if mine != theirs:
+                here = f"{mine.partition(' ')[0]} of {self._names[i]}"
+                there = f"{theirs.partition(' ')[0]} of {said[3][i]}"
+                raise self._diverged(
+                    f"as number {i + 1} rank {self._rank} issues the {here}, rank {rank} the "
+                    f"{there}",
+                    so_far="are to issue",
+                )
+
+    def _diverged(self, how: str, so_far: str = "issued") -> DivergenceError:
+        phase = self._kind[0] if self._kind else "a phase"
+        return DivergenceError(
+            f"rank {self._rank} and rank {self._neighbour} {so_far} different collectives in "
+            f"{phase}: {how}. {_REMEDY}"
+        )
+
+    def _entry_of(self, rank: int) -> list[Any] | None:
+        """That rank's record of this phase once it has ended it; None before."""
+        text = self._board.find(f"{self._mesh}/{rank}")
+        history = json.loads(text) if text else []
+        return next((entry for entry in history if entry[0] == self._phase), None)
 
     # -- waits that take long ----------------------------------------------------------------------
+    def _poll(self, look: Callable[[], Any], what: str, position: Position | None) -> None:
+        """Until `look` finds something."""
+        began, pause, watch = time.monotonic(), 0.0, _Watch(self, what, position)
+        while not look():
+            watch.look(time.monotonic() - began)
+            time.sleep(pause)
+            pause = min(0.02, pause + 0.0002)
+        watch.over()
+
     def wait(self, work: Any, what: str) -> None:
         """Wait for a collective; when it takes long, say so to the others and look where they are.
 
-        Raises PeerTimeoutError once another rank is known to wait for something else, or at the
-        limit.
+        Raises DivergenceError once another rank is known to do something else, PeerTimeoutError
+        when it is elsewhere, or at the limit.
         """
-        began, has_told = time.monotonic(), False
+        began, watch = time.monotonic(), _Watch(self, what, self._position)
+        slice_s = min(STALL_S, wait_limit_s())
         while True:
             try:
-                work.wait(timedelta(seconds=STALL_S))
-                if has_told:
-                    self._store.delete_key(self._key(self._rank) + "/stall")
-                return
+                work.wait(timedelta(seconds=slice_s))
+                break
             except RuntimeError as error:
                 waited = time.monotonic() - began
-                if waited < STALL_S * 0.9 or work.is_completed():
+                if waited < slice_s * 0.9 or work.is_completed():
                     raise
-                self._store.set(self._key(self._rank) + "/stall", what)
-                has_told = True
-                if self._elsewhere(what) or waited > self.wait_limit_s:
-                    raise PeerTimeoutError(self._stall_text(what, waited)) from error
+                try:
+                    watch.look(max(waited, STALL_S))
+                    self._check_elsewhere(what, waited)
+                except (DivergenceError, PeerTimeoutError) as found:
+                    raise found from error
+        watch.over()
 
-    def _is_stalled(self, rank: int) -> bool:
-        return self._store.check([self._key(rank) + "/stall"])
-
-    def _elsewhere(self, what: str) -> bool:
-        """Another rank stalls at something else, or has finished more phases than this one."""
+    def _check_elsewhere(self, what: str, waited_s: float) -> None:
+        """Raise when another rank stalls at something else, or has ended this phase."""
         for rank in self._ranks:
             if rank == self._rank:
                 continue
-            if self._is_stalled(rank):
-                if self._store.get(self._key(rank) + "/stall").decode() != what:
-                    return True
-            elif self._phase_of(rank) > self._phase:
-                return True
-        return False
+            said = self._said(rank)
+            if said is not None:
+                self._compare(said, rank)
+            ended = self._entry_of(rank)
+            if ended is not None:
+                raise PeerTimeoutError(
+                    explain(what, self._position, waited_s)
+                    + f"\nrank {rank} has ended {ended[4]}, after {ended[2]} collectives, the last "
+                    f"one the {ended[3]}; {len(self._issued)} here. {_REMEDY}"
+                )
 
-    def _phase_of(self, rank: int) -> int:
-        if not self._store.check([self._key(rank)]):
-            return 0
-        return json.loads(self._store.get(self._key(rank)))[-1][0]
+    def check_trouble(self) -> None:
+        """Raise what another rank has met in this phase."""
+        text = self._board.find(f"{self._mesh}/trouble")
+        if not text:
+            return
+        phase, rank, reason = json.loads(text)
+        if phase >= self._phase and rank != self._rank:
+            raise DivergenceError(
+                f"rank {rank} ended the phase that rank {self._rank} waits in "
+                f"({text_of(self._position)}), by: {reason}"
+            )
 
-    def _stall_text(self, what: str, waited_s: float) -> str:
-        lines = [f"rank {self._rank} has waited {waited_s:.0f} s for {what} (last: {self._last})"]
-        for rank in self._ranks:
-            if rank == self._rank:
-                continue
-            if self._is_stalled(rank):
-                at = self._store.get(self._key(rank) + "/stall").decode()
-                lines.append(f"  rank {rank} waits for {at}")
-            elif self._store.check([self._key(rank)]):
-                entry = json.loads(self._store.get(self._key(rank)))[-1]
-                lines.append(f"  rank {rank} ended {entry[4]}, its last collective the {entry[3]}")
-            else:
-                lines.append(f"  rank {rank} has not finished a phase")
-        lines.append(
-            "All ranks must run the same units in the same order; look for a branch or a loop that "
-            "depends on the rank or on local data, and make every rank run it"
-        )
-        return "\n".join(lines)
+
+class _Watch:
+    """One wait: told to the others after STALL_S, then logged, then an error."""
+
+    def __init__(self, check: OrderCheck, what: str, position: Position | None) -> None:
+        self._check, self._what, self._position = check, what, position
+        self._told, self._warn_at = False, warn_after_s()
+        self._look_at = min(STALL_S, wait_limit_s())
+
+    def look(self, waited_s: float) -> None:
+        if waited_s < self._look_at:
+            return
+        self._look_at = waited_s + STALL_S / 2
+        check = self._check
+        if not self._told:
+            self._told = True
+            post_whereabouts(check._board, f"{text_of(self._position)}, waits for {self._what}")
+            check._say()
+        check.check_trouble()
+        if waited_s > wait_limit_s():
+            raise PeerTimeoutError(
+                explain(self._what, self._position, waited_s) + f"\n{_REMEDY}. If a rank may "
+                "really take longer, raise the limit: shardwise.set_wait_limit()"
+            )
+        if waited_s > self._warn_at:
+            self._warn_at = waited_s * 2
+            logger.warning("%s", explain(self._what, self._position, waited_s))
+
+    def over(self) -> None:
+        if self._told:
+            clear_whereabouts(self._check._board)

@@ -35,6 +35,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
+from shardwise.comm import limits
 from shardwise.comm.shared_memory.access import Access, open_access
 from shardwise.comm.shared_memory.control import (
     DOORBELL_WORD,
@@ -45,16 +46,13 @@ from shardwise.comm.shared_memory.control import (
 )
 from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
 from shardwise.comm.transport import Axis, Bucket, Position
-from shardwise.errors import ConfigError, DivergenceError, PeerTimeoutError, TransportError
+from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
 
 POLLS = 50  # with sched_yield, before sleeping: what a peer needs that is about to arrive
 SLICE_S = 0.5  # of sleep, between checks that the peers live
 PARK_S = 5.0  # that a rank with an exception waits for its peers
-WARN_S = 5.0
-WAIT_LIMIT_S = 120.0
-WAIT_LIMIT_VARIABLE = "SHARDWISE_WAIT_LIMIT_S"
 
 
 class Mail(Protocol):
@@ -84,7 +82,7 @@ class Domain:
         self.num_attached = 0
         self.phase = 0
         self.active = False
-        self.wait_limit_s = _wait_limit_s()
+        self._wait_limit_s: float | None = None
         first, mine = access.controls[0].mapping, self.own.mapping
         self.doorbell = Doorbell(first.words, DOORBELL_WORD, first.address(8 * DOORBELL_WORD))
         fence = Doorbell(mine.words, FENCE_WORD, mine.address(8 * FENCE_WORD))
@@ -93,6 +91,15 @@ class Domain:
         self._pid = os.getpid()
         self._all_entered = False
         self._round = 0
+
+    @property
+    def wait_limit_s(self) -> float:
+        """This domain's own limit, or the process's (`set_wait_limit`)."""
+        return self._wait_limit_s or limits.wait_limit_s()
+
+    @wait_limit_s.setter
+    def wait_limit_s(self, seconds: float | None) -> None:
+        self._wait_limit_s = seconds
 
     # -- phases
     def enter(self, position: Position) -> None:
@@ -185,7 +192,7 @@ class Domain:
 
     def _park(self, phase: int) -> None:
         """Leave shards alone while peers may read them; not for long, the caller has an error."""
-        limit, self.wait_limit_s = self.wait_limit_s, min(self.wait_limit_s, PARK_S)
+        limit, self._wait_limit_s = self._wait_limit_s, min(self.wait_limit_s, PARK_S)
         try:
             self.wait(
                 lambda: all(self.controls[i].left >= phase for i in self.others),
@@ -196,7 +203,7 @@ class Domain:
         except TransportError as error:
             logger.debug("not all ranks left the phase: %s", error)
         finally:
-            self.wait_limit_s = limit
+            self._wait_limit_s = limit
 
     def check_gone(self) -> None:
         """Raise when a peer has abandoned this phase and may be writing its shards."""
@@ -291,7 +298,7 @@ class Domain:
         stuck: Callable[[], bool] | None,
     ) -> None:
         started = time.monotonic()
-        check_at, warn_at = started + SLICE_S, started + WARN_S
+        check_at, warn_at = started + SLICE_S, started + limits.warn_after_s()
         slice_s = SLICE_S if stuck is None else SLICE_S / 100
         while True:
             seen = self.doorbell.value
@@ -317,11 +324,11 @@ class Domain:
                 raise PeerTimeoutError(
                     self._describe(lacks, what, now - started)
                     + "\nAll ranks of a mesh must make the same engine "
-                    f"calls. If one may really take longer, raise {WAIT_LIMIT_VARIABLE} (now "
-                    f"{self.wait_limit_s:g} s)."
+                    f"calls. If one may really take longer, raise {limits.LIMIT_VARIABLE} (now "
+                    f"{self.wait_limit_s:g} s) or call shardwise.set_wait_limit()."
                 )
             if now >= warn_at:
-                warn_at = now + 6 * WARN_S
+                warn_at = now + 6 * limits.warn_after_s()
                 logger.warning("%s", self._describe(lacks, what, now - started))
 
     def _all_sleep(self, seen: int) -> bool:
@@ -364,19 +371,6 @@ class Domain:
         elif control.left >= control.entered:
             place += ", left: in user code"
         return place + (", waiting" if control.waiting else "")
-
-
-def _wait_limit_s() -> float:
-    text = os.environ.get(WAIT_LIMIT_VARIABLE)
-    try:
-        limit = float(text) if text else WAIT_LIMIT_S
-    except ValueError:
-        limit = 0.0
-    if limit <= 0:
-        raise ConfigError(
-            f"{WAIT_LIMIT_VARIABLE}: expected seconds as a positive number, found {text!r}"
-        )
-    return limit
 
 
 _domains: WeakKeyDictionary[dist.ProcessGroup, dict[object, Domain | str]] = WeakKeyDictionary()
