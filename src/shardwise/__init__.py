@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
     from shardwise.engine.copies import full_parameters
+    from shardwise.engine.finite import check_finite
     from shardwise.engine.grad_utils import clip_grad_norm_, mark_dirty, no_sync
     from shardwise.engine.inspect import record_events
+    from shardwise.engine.join import join
     from shardwise.engine.materialize import materialize
     from shardwise.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
     from shardwise.engine.prefetch import set_prefetch
@@ -37,11 +39,13 @@ _HOMES = {
     "Strategy": "layout",
     "Transport": "comm.transport",
     "UnshardHandle": "engine.module",
+    "check_finite": "engine.finite",
     "clip_grad_norm_": "engine.grad_utils",
     "full_parameters": "engine.copies",
     "fully_shard": "engine.api",
     "get_optimizer_state_dict": "checkpoint.optimizer_state",
     "global_mean": "engine.token_mean",
+    "join": "engine.join",
     "mark_dirty": "engine.grad_utils",
     "materialize": "engine.materialize",
     "no_sync": "engine.grad_utils",
@@ -62,11 +66,13 @@ __all__ = [
     "Strategy",
     "Transport",
     "UnshardHandle",
+    "check_finite",
     "clip_grad_norm_",
     "full_parameters",
     "fully_shard",
     "get_optimizer_state_dict",
     "global_mean",
+    "join",
     "mark_dirty",
     "materialize",
     "no_sync",

@@ -35,5 +35,13 @@ class EngineError(ShardwiseError, RuntimeError):
     """The engine was used at the wrong moment; names the unit and the remedy."""
 
 
+class NonFiniteError(ShardwiseError, RuntimeError):
+    """Gradients hold nan or inf; `where` maps parameters to the (global) ranks that hold them."""
+
+    def __init__(self, text: str, where: dict[str, list[int]] | None = None) -> None:
+        super().__init__(text)
+        self.where = where or {}
+
+
 class TrainingError(ShardwiseError, RuntimeError):
     """A training job that cannot go on: a loss that is no number, a rank that is lost."""

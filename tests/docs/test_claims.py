@@ -405,3 +405,27 @@ def test_unequal_token_counts(rank: int) -> None:
         (plain(data(rank, micro)[:count]).sum() * dist.get_world_size() / total).backward()
     average(plain)
     same_grads(model, plain)
+
+
+@on_ranks(2)
+def test_out_of_data(rank: int) -> None:
+    model, plain = pair()
+    shard(model)
+    for x in sw.join(model, [data(rank, i) for i in range(1 + rank)], mode="continue"):
+        model.zero_grad()
+        model(x).sum().backward()
+    plain(data(1, 1)).sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@on_ranks(2)
+def test_nonfinite(rank: int) -> None:
+    model, _ = pair()
+    shard(model)
+    model(data(rank)).sum().backward()
+    name, param = list(model.named_parameters())[2]
+    if rank == 1:
+        param.grad.to_local().view(-1)[0] = float("nan")
+    with pytest.raises(sw.errors.NonFiniteError, match=rf"{name} \(nan on rank 1\)"):
+        sw.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)

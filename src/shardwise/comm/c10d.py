@@ -172,6 +172,8 @@ class C10dTransport:
         if not axes or not flags:
             return list(flags)
         votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        for check in self._checks:
+            check.note("agreement", f"{len(flags)} flags", len(flags))
         for axis in axes:
             work = dist.all_reduce(votes, dist.ReduceOp.MAX, axis.group, async_op=True)
             self.wait_for(work, "all_reduce of what ranks agree on")

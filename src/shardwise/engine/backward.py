@@ -20,8 +20,8 @@ from shardwise.comm.transport import Unordered
 from shardwise.engine.backward_end import end_with, forget
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import BucketGrads, Reduction
-from shardwise.engine.ledger import check_units
 from shardwise.engine.step_in_backward import UnitSteps
+from shardwise.engine.ledger import check_units, refresh, still_torn, torn_error
 from shardwise.engine.unit import Unit
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class BackwardPass:
         self._watched: set[int] = set()
         self.first_task = graph_task()
         self._creates_graph = False
+        self.torn = still_torn(context.torn) if context.torn else []
+        context.torn = []
         self._touched: dict[Unit, None] = {}
         self._complete: set[Unit] = set()
         self._issued: set[Unit] = set()
@@ -195,6 +197,9 @@ class BackwardPass:
         kept = self._creates_graph  # nothing is released before the outermost plain backward ends
         unreached = () if kept else (u for u in self.context.order if u not in self._touched)
         check_units(self._touched, unreached)
+        if self.torn:
+            self.context.torn += refresh(self.torn)
+            raise torn_error(self.torn)
 
     def abandon(self) -> None:
         """An exception ended the backward: drop what was to come. Collectives that were issued run

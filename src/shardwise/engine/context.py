@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch_compat import graph_task
+from shardwise.comm.board import wait_for
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.prefetch import Prefetch
+from shardwise.engine.ledger import Torn, torn_in
 from shardwise.engine.token_mean import count_of_backward
 from shardwise.engine.unit import Unit
 from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
@@ -42,6 +44,9 @@ class Context:
         self.entered: Entered = {}
         self.num_tokens: float | None = None  # since the last reduction; None: losses are means
         self.is_accumulating = False  # a backward without sync has left partial gradients
+        self.has_run = False
+        self.torn: list[Torn] = []  # gradients that an exception left half done
+        self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
         self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
 
     # -- units -----------------------------------------------------------------------------------
@@ -115,12 +120,14 @@ class Context:
 
     def _agree_on_stale_copies(self) -> None:
         """Copies that live between steps are gathered again when any rank wrote to its shards."""
-        kept = [
-            u for u in self.units if u.keeps_between_steps and u.is_held and u.mesh.shard.size > 1
-        ]
+        first, self.has_run = not self.has_run, True
+        kept = [u for u in self.units if u.keeps_between_steps and u.mesh.shard.size > 1]
+        if first or not kept:
+            return  # nobody holds any
         for transport in dict.fromkeys(u.transport for u in kept):
             units = [u for u in kept if u.transport is transport]
-            agreed = transport.agree([u.gathered_at != u.mark.count for u in units])
+            # Units that are not held count too: ranks differ in that after an exception.
+            agreed = transport.agree([not (u.is_held and u.is_current_copy) for u in units])
             for unit, stale in zip(units, agreed, strict=True):
                 unit.is_stale = stale
 
@@ -140,7 +147,10 @@ class Context:
             wire.abandon(epoch)
         if backward is not None:
             backward.abandon()
+            self.torn += backward.torn
         for unit in self.units:
+            if backward is not None:
+                self.torn += torn_in(unit)
             unit.abandon()
         self.order.clear()
         self.prefetch.forget()
@@ -156,6 +166,8 @@ class Context:
                 "micro-batches with and without global_mean() are mixed in one accumulation; use "
                 "it for all micro-batches of a step, or for none"
             )
+        if count is not None and not self.share:
+            count = 0.0
         self.num_tokens = None if count is None else (self.num_tokens or 0.0) + count
         self.is_accumulating = True
         if self.num_tokens is not None and any(u.requires_sync for u in self.units):
@@ -171,7 +183,8 @@ class Context:
         total = torch.tensor([self.num_tokens], dtype=torch.float64, device=mesh.device)
         for axis in (mesh.shard, mesh.replicate):
             if axis.size > 1:
-                dist.all_reduce(total, group=axis.group)
+                work = dist.all_reduce(total, group=axis.group, async_op=True)
+                wait_for(work, "all_reduce of the number of tokens")
         return max(total.item(), 1.0)
 
     def tokens_reduced(self) -> None:

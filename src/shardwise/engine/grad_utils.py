@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_mul_, foreach_norm
+from shardwise.engine.finite import check_norm
 from shardwise.engine.state import units_in
 
 
@@ -64,8 +65,8 @@ def clip_grad_norm_(
         parameters: parameters, or one; those without a gradient are passed over.
         max_norm: upper bound of the norm.
         norm_type: p of the p-norm, positive; `inf` for the largest absolute entry.
-        error_if_nonfinite: raise RuntimeError when the norm is nan or inf, on all ranks, before
-            anything is scaled.
+        error_if_nonfinite: raise NonFiniteError (a RuntimeError), which names parameters and ranks,
+            when the norm is nan or inf; on all ranks, before anything is scaled.
 
     Returns:
         The norm before clipping: a plain 0-dim float32 tensor, the same on all ranks.
@@ -88,10 +89,8 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     groups = _by_layout(grads)
     total = _total_norm(groups, norm_type)
-    if error_if_nonfinite and not torch.isfinite(total):
-        raise RuntimeError(
-            f"the gradient norm of order {norm_type} is {total.item()}; no gradient was scaled"
-        )
+    if error_if_nonfinite:
+        check_norm(total, parameters)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for locals_ in groups.values():
         for device in {t.device for t in locals_}:

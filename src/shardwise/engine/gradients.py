@@ -123,6 +123,13 @@ class BucketGrads:
         ledger.waiting |= 1 << index
         ledger.num_taken += 1
 
+    def skip(self, index: int, scale: Scale) -> None:
+        """A gradient arrived that counts as absent."""
+        if self.buffer is None:
+            self.open(scale)
+        self.arrived |= 1 << index
+        self.ledger.num_taken += 1
+
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived that is not to be reduced yet."""
         self.state.params[index].add_partial(

@@ -30,20 +30,27 @@ does not use, a graph kept for another loss). A backward that went through a uni
 knowledge leaves gradients in accumulators, which is a rule.
 
 The usual step costs a few comparisons of ints for each bucket.
+
+A backward that an exception ended may have added to some gradients and not to others. What it has
+touched is kept in mind (`Torn`); the next backward that ends while those gradients are still there
+is refused, since their sum is that of no batch.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardwise._torch_compat import local_of
 from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
     from shardwise.engine.bucket import BucketState
     from shardwise.engine.gradients import BucketGrads
+    from shardwise.engine.param import ShardedParam
     from shardwise.engine.unit import Unit
 
 _REMEDY = (
@@ -87,6 +94,73 @@ class Ledger:
             and not self.repeated
             and self.told == self.trainable
         )
+
+
+class Torn:
+    """A gradient to which a backward has added that an exception ended."""
+
+    __slots__ = ("_grad", "_param", "_version", "name")
+
+    def __init__(self, param: ShardedParam) -> None:
+        self.name = param.name
+        self._param, self._grad = weakref.ref(param), param.sharded.grad
+        self._version = _version_of(self._grad)
+
+    @property
+    def param(self) -> ShardedParam | None:
+        return self._param()
+
+    @property
+    def is_there(self) -> bool:
+        """Nobody has cleared it since, by `zero_grad()` of either kind or by another tensor."""
+        param = self.param
+        if param is None or self._grad is None or param.sharded.grad is not self._grad:
+            return False
+        return param.partial_grad is self._grad or _version_of(self._grad) == self._version
+
+
+def _version_of(grad: Any) -> int:
+    return -1 if grad is None else local_of(grad)._version
+
+
+def torn_in(unit: Unit) -> list[Torn]:
+    """What an exception in a backward leaves half done. Before the unit is put to rest, which may
+    be in the next forward: what was cleared until then is not torn.
+    """
+    return [
+        Torn(param)
+        for grads in unit.grads
+        if grads.ledger.num_taken
+        for i, param in enumerate(grads.state.params)
+        if grads.ledger.told >> i & 1 and _is_added(param, grads.ledger.delivered)
+    ]
+
+
+def _is_added(param: ShardedParam, delivered: int) -> bool:
+    """The gradient of this backward is in `.grad`, or in what `.grad` stands for."""
+    grad = param.sharded.grad
+    if grad is None:
+        return False
+    return param.partial_grad is grad or (bool(delivered) and bool(local_of(grad).any()))
+
+
+def still_torn(torn: list[Torn]) -> list[Torn]:
+    """At the start of a backward: those that nobody has cleared."""
+    return [t for t in torn if t.is_there]
+
+
+def refresh(torn: list[Torn]) -> list[Torn]:
+    """The same gradients after another backward has added to them."""
+    return [Torn(param) for t in torn if (param := t.param) is not None]
+
+
+def torn_error(torn: list[Torn]) -> EngineError:
+    names = ", ".join(t.name for t in torn[:8]) + (" ..." if len(torn) > 8 else "")
+    return EngineError(
+        f"rank {_rank()}: the gradients of {names} hold a part of a backward that an exception "
+        "ended, others do not; their sum is that of no batch. Call zero_grad() after the "
+        "exception, and run the whole step (all micro-batches) again"
+    )
 
 
 def check_units(reached: Iterable[Unit], expected: Iterable[Unit]) -> None:

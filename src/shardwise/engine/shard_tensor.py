@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardwise._torch_compat import local_of, new_dtensor, spec_of
@@ -277,6 +278,8 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
             raise EngineError(_mixed_text(func, originals)) from error
+        if "Cannot flatten unevenly sharded" in str(error):
+            raise EngineError(_uneven_text(func, originals)) from error
         raise
     source = args[0] if info.returns_view and args and type(args[0]) is ShardTensor else None
 
@@ -305,6 +308,18 @@ def _mixed_text(func: Any, originals: dict[int, ShardTensor]) -> str:
         "shardwise.register_fsdp_forward_method(module, 'method'), or call module.unshard() "
         "before; to compute with "
         "sharded tensors, make the other operand a DTensor too"
+    )
+
+
+def _uneven_text(func: Any, originals: dict[int, ShardTensor]) -> str:
+    t = next(iter(originals.values()))
+    return (
+        f"{t._param_name or 'a sharded tensor'}: {func.name()} would join the rows of "
+        f"{tuple(t.shape)}, which are cut unevenly ({t.placements} over {t.device_mesh.size()} "
+        "ranks); the flat tensor has no even cut. torch.optim.LBFGS and parameters_to_vector need "
+        "parameters whose sharded dim the number of ranks divides: pad it, shard another dim "
+        "(shard_placement_fn), use strategy='no_shard', or flatten .full_tensor() (a copy: writes "
+        "to it change nothing)"
     )
 
 
@@ -452,10 +467,24 @@ def _own_part(whole: torch.Tensor, like: ShardTensor) -> torch.Tensor:
     return whole
 
 
+def _unscale(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`GradScaler`: an inf on one rank makes all ranks of the mesh, replicas too, skip the step."""
+    grads, found_inf, inv_scale = args
+    _settle((grads,))
+    found = _local_or_self(found_inf)
+    func([_local_or_self(g) for g in grads], found, _local_or_self(inv_scale))
+    for mesh in dict.fromkeys(g.device_mesh for g in grads if isinstance(g, DTensor)):
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return True, None
+
+
 _SPECIAL: dict[Any, Special] = {
     torch.ops.aten._local_scalar_dense.default: _item,
     torch.ops.aten.copy_.default: _copy,
     torch.ops.aten.index_put_.default: _masked_set,
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     **dict.fromkeys(rules.RANDOM_FILLS, _random_fill),
     **dict.fromkeys(rules.RANDOM_LIKES, _random_like),
 }

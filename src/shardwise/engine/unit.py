@@ -149,7 +149,12 @@ class Unit:
 
     @property
     def is_fresh(self) -> bool:
-        return not self.is_stale and self.gathered_at == self.mark.count
+        return not self.is_stale and self.is_current_copy
+
+    @property
+    def is_current_copy(self) -> bool:
+        """This rank has not written to its shards since the gather."""
+        return self.gathered_at == self.mark.count
 
     @property
     def needs_gather(self) -> bool:
@@ -422,10 +427,30 @@ class Unit:
         grads = self._grads_of[id(bucket)]
         grads.ledger.told |= 1 << index
         grads.ledger.num_told += 1
+        share = self.context.share
+        if share != 1.0:
+            return self._arrived_in_join(grads, index, grad, share)
         if not self.requires_sync:
             grads.accumulate(index, grad)
             return False
         grads.put(index, grad, self.scale(bucket))
+        return grads.is_complete and all(g.is_complete for g in self.grads)
+
+    def _arrived_in_join(
+        self, grads: BucketGrads, index: int, grad: torch.Tensor, share: float
+    ) -> bool:
+        """Ranks have run out of data (see `join`): a shadow's gradients count as absent, those of
+        the others weigh more.
+        """
+        counts_tokens = self.context.num_tokens is not None  # they weigh by tokens already
+        if not self.requires_sync:
+            weighted = grad if counts_tokens else grad * share
+            grads.accumulate(index, weighted if share else torch.zeros_like(grad))
+            return False
+        if share:
+            grads.put(index, grad if counts_tokens else grad * share, self.scale(grads.state))
+        else:
+            grads.skip(index, self.scale(grads.state))
         return grads.is_complete and all(g.is_complete for g in self.grads)
 
     def scale(self, bucket: BucketState) -> Scale:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise import clip_grad_norm_, no_sync
+from shardwise import check_finite, clip_grad_norm_, no_sync
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.errors import TrainingError
+from shardwise.errors import NonFiniteError, TrainingError
 from shardwise.train.config import Config, resolved_strategy
 from shardwise.train.config_file import config_as_dict
 from shardwise.train.console import Console
@@ -206,6 +206,10 @@ def _check_finite(value: float, what: str, job: Job) -> None:
             f"step {job.step}: the {what} is {value}; the step was not taken. Start again from the "
             "last checkpoint with a lower optim.lr, or look at the data of this step"
         )
+        try:
+            check_finite(job.model)
+        except NonFiniteError as error:
+            text += f"\n{error}"
         raise job.ranks.agreed(TrainingError(text))
 
 
