@@ -20,8 +20,8 @@ from shardwise.comm.transport import Unordered
 from shardwise.engine.backward_end import end_with, forget
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import BucketGrads, Reduction
-from shardwise.engine.step_in_backward import UnitSteps
 from shardwise.engine.ledger import check_units, refresh, still_torn, torn_error
+from shardwise.engine.step_in_backward import UnitSteps
 from shardwise.engine.unit import Unit
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from shardwise._torch_compat import graph_task
 from shardwise.comm.board import wait_for
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.bucket import BucketState
-from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.ledger import Torn, torn_in
+from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.token_mean import count_of_backward
 from shardwise.engine.unit import Unit
 from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
