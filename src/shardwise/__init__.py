@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.engine.materialize import materialize
     from shardwise.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
     from shardwise.engine.prefetch import set_prefetch
+    from shardwise.engine.reproducible import MicroBatch, ReproducibleRun, reproducible
     from shardwise.engine.shard_model import shard_model
     from shardwise.engine.shard_tensor import ShardTensor
     from shardwise.engine.step_in_backward import step_in_backward
@@ -33,8 +34,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "CPUOffloadPolicy": "layout",
     "FSDPModule": "engine.module",
+    "MicroBatch": "engine.reproducible",
     "MixedPrecisionPolicy": "layout",
     "OffloadPolicy": "layout",
+    "ReproducibleRun": "engine.reproducible",
     "ShardTensor": "engine.shard_tensor",
     "Strategy": "layout",
     "Transport": "comm.transport",
@@ -51,6 +54,7 @@ _HOMES = {
     "no_sync": "engine.grad_utils",
     "record_events": "engine.inspect",
     "register_fsdp_forward_method": "engine.module",
+    "reproducible": "engine.reproducible",
     "set_prefetch": "engine.prefetch",
     "set_wait_limit": "comm.limits",
     "shard_model": "engine.shard_model",
@@ -60,8 +64,10 @@ _HOMES = {
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "MicroBatch",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReproducibleRun",
     "ShardTensor",
     "Strategy",
     "Transport",
@@ -78,6 +84,7 @@ __all__ = [
     "no_sync",
     "record_events",
     "register_fsdp_forward_method",
+    "reproducible",
     "set_prefetch",
     "set_wait_limit",
     "shard_model",

@@ -29,9 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm import c10d_tree
 from shardwise.comm.order_check import OrderCheck
 from shardwise.comm.staging import GatherPlan, PackedGrads, ReducePlan, used_here
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.tree_sum import TreeSum
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
@@ -147,6 +149,20 @@ class C10dTransport:
         works = [self._issue(bucket, _all_reduce, out, bucket.replicate.group)]
         return _Issued(self, f"all_reduce of {bucket.name}", works, None)
 
+    def collect(
+        self,
+        bucket: Bucket,
+        grads: GradBuffer,
+        out: torch.Tensor,
+        tree: TreeSum,
+        leaves: tuple[int | None, ...],
+    ) -> Handle:
+        assert isinstance(grads, PackedGrads), f"{type(grads).__name__} is another transport's"
+        return c10d_tree.collect(self._issue, self._handle, bucket, grads, out, tree, leaves)
+
+    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
+        return c10d_tree.complete(self._issue, self._handle, bucket, tree)
+
     def enter(self, position: Position) -> None:
         self._position = position
         for check in self._checks:
@@ -199,6 +215,9 @@ class C10dTransport:
             "A peer ended, issued something else, or took longer than the process group's timeout; "
             "read the logs of the other ranks first."
         )
+
+    def _handle(self, what: str, works: list[Any], finish: Callable[[], None]) -> Handle:
+        return _Issued(self, what, works, finish)
 
     def _issue(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         for check in self._checks:

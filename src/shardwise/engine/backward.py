@@ -147,6 +147,14 @@ class BackwardPass:
         self.steps.delivered(unit)
 
     # -- the end ---------------------------------------------------------------------------------
+    def advance_reductions(self) -> None:
+        """Where reductions have no order, a peer may wait for any of them: issue the stages that
+        follow before the result of one is waited for.
+        """
+        for reduction in self._in_flight:
+            if isinstance(reduction.grads.state.transport, Unordered):
+                reduction.advance()
+
     def finish_reductions(self) -> None:
         """Wait for all and deliver."""
         while self._in_flight:

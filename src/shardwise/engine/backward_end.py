@@ -48,6 +48,8 @@ def _end(task: int) -> None:
         if ending:
             _join_peers(ending)
         for backward in passes:
+            backward.advance_reductions()
+        for backward in passes:
             backward.finish_reductions()
             backward.steps.end()
         for backward in ending:

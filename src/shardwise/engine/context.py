@@ -166,6 +166,12 @@ class Context:
                 "micro-batches with and without global_mean() are mixed in one accumulation; use "
                 "it for all micro-batches of a step, or for none"
             )
+        if count is not None and any(u.sum_order is not None for u in self.units):
+            raise EngineError(
+                "global_mean() in a reproducible run: gradients are the mean over micro-batches "
+                "there, each with the weight 1; let each micro-batch hold equally many tokens and "
+                "call backward() on its mean"
+            )
         if count is not None and not self.share:
             count = 0.0
         self.num_tokens = None if count is None else (self.num_tokens or 0.0) + count

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_mul_, foreach_norm
 from shardwise.engine.finite import check_norm
+from shardwise.engine.ordered_norm import Rows, ordered_norm
 from shardwise.engine.state import units_in
+from shardwise.engine.sum_order import order_of
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def clip_grad_norm_(
     plain parameters.
 
     Plain gradients count once (every rank is expected to hold the same). One small all-reduce per
-    mesh axis that shards.
+    mesh axis that shards. In a `reproducible` run the order of all additions is fixed.
 
     Args:
         parameters: parameters, or one; those without a gradient are passed over.
@@ -84,11 +86,15 @@ def clip_grad_norm_(
                 "(step_in_backward), so no gradient is left to clip; call optimizer.step() after "
                 "the backward instead, or do not clip"
             )
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
+    held = [p for p in parameters if p.grad is not None]
+    if not held:
         return torch.tensor(0.0)
-    groups = _by_layout(grads)
-    total = _total_norm(groups, norm_type)
+    groups = _by_layout([p.grad for p in held])  # type: ignore[misc]
+    order = next((o for p in held if (o := order_of(p)) is not None), None)
+    if order is not None:
+        total = ordered_norm([Rows.of(p, order.param_of(p)) for p in held], norm_type)
+    else:
+        total = _total_norm(groups, norm_type)
     if error_if_nonfinite:
         check_norm(total, parameters)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.transport import GradBuffer, Handle
+from shardwise.comm.tree_sum import TreeSum
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.ledger import Ledger
 from shardwise.layout import ReduceLayout, layout_reduce
@@ -56,6 +57,7 @@ class BucketGrads:
         self.ledger = Ledger()
         self.arrived = 0  # mask of parameters whose gradient is in the buffer
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
+        self.tree: TreeSum | None = None  # sums of a reproducible step, see `sum_order`
         self._position: dict[int, int] = {}
         self._all = 0  # mask of the parameters in the layout
 
@@ -159,37 +161,45 @@ class BucketGrads:
         """An exception ended the backward: what was collected is not reduced."""
         if self.buffer is not None:
             self.buffer.discard()
-        self.buffer = self.out = None
+        self.buffer = self.out = self.tree = None
         self.arrived = 0
         self.ledger.clear()
 
     # -- reducing --------------------------------------------------------------------------------
     def issue(self, scale: Scale, all_reduce: bool, *, joins: bool = False) -> Reduction:
-        """Issue the reduction of what was collected (zeros where nothing arrived). `joins`: peers
-        have one, this rank has nothing.
+        """Issue the reduction of what was collected (zeros where nothing arrived)."""
+        buffer, out, layout, had = self.take(scale, joins=joins)
+        assert self.state.bucket is not None
+        handle = self.state.transport.reduce(self.state.bucket, buffer, out, scale.after)
+        reduction = Reduction(self, handle, out, layout, had, all_reduce)
+        if layout.world == 1 and all_reduce:
+            reduction.start_all_reduce()  # nothing to wait for before
+        return reduction
+
+    def take(
+        self, scale: Scale, *, joins: bool
+    ) -> tuple[GradBuffer, torch.Tensor, ReduceLayout, tuple[bool, ...]]:
+        """What was collected, for a reduction that is issued now: gradients, where the sum goes,
+        their layout, which are there. `joins`: peers have some, this rank has nothing.
         """
         ledger = self.ledger
         if self.buffer is None:
             ledger.repeated += bool(ledger.issued) and not joins
             self.open(scale)
-        assert self.buffer is not None and self.out is not None and self.layout is not None
-        assert self.state.bucket is not None
-        had = tuple(self.buffer.has(j) for j in range(len(self.layout.indices)))
+        buffer, out, layout = self.buffer, self.out, self.layout
+        assert buffer is not None and out is not None and layout is not None
+        had = tuple(buffer.has(j) for j in range(len(layout.indices)))
         if ledger.waiting and not all(had):
             ledger.lost |= sum(
                 1 << i
-                for i, there in zip(self.layout.indices, had, strict=True)
+                for i, there in zip(layout.indices, had, strict=True)
                 if not there and ledger.waiting >> i & 1
             )
         ledger.waiting = 0
         ledger.issued += 1
-        handle = self.state.transport.reduce(self.state.bucket, self.buffer, self.out, scale.after)
-        reduction = Reduction(self, handle, self.out, self.layout, had, all_reduce)
         self.buffer = self.out = None
         self.arrived = 0
-        if self.state.layout.world == 1 and all_reduce:
-            reduction.start_all_reduce()  # nothing to wait for before
-        return reduction
+        return buffer, out, layout, had
 
 
 @dataclass(slots=True)
@@ -213,6 +223,14 @@ class Reduction:
     def wait(self) -> None:
         """Wait, drop the result. After an exception peers may still read what this rank posted."""
         self.handle.wait()
+
+    def advance(self) -> None:
+        """Wait for the first stage and issue the next, so that peers which finish in another order
+        do not wait for it.
+        """
+        self.handle.wait()
+        if self.all_reduce and self.over_replicas is None:
+            self.start_all_reduce()
 
     def start_all_reduce(self) -> None:
         """Sum over the replicas, with what was kept from before."""

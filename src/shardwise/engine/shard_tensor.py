@@ -40,13 +40,14 @@ class Mark:
     of one was set to memory outside of the unit's buffer.
     """
 
-    __slots__ = ("count", "moved", "name", "steps_in_backward")
+    __slots__ = ("count", "moved", "name", "steps_in_backward", "sum_order")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
         self.moved = False
         self.steps_in_backward = False
+        self.sum_order: Any = None  # set while a reproducible run is on
 
 
 class Pending(Protocol):
@@ -427,10 +428,22 @@ def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
 
 def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """`t[mask] = scalar` with a mask that lies like `t` (Rprop): every rank sets its own part."""
+    """`t[mask] = scalar` with a mask that lies like `t` (Rprop): every rank sets its own part.
+
+    A tensor without dims is whole on every rank, and torch turns its mask into plain indices.
+    """
     target, indices, values = args[0], args[1], args[2]
+    if type(target) is not ShardTensor:
+        return False, None
     masks = [i for i in indices if i is not None]
-    if type(target) is not ShardTensor or len(masks) != 1 or masks[0].dtype != torch.bool:
+    plain = not any(isinstance(t, DTensor) for t in (*masks, values))
+    if plain and all(p.is_replicate() for p in target.placements):
+        _settle(args)
+        local_of(target).index_put_(indices, values)
+        if target._mark is not None:
+            target._mark.count += 1
+        return True, target
+    if len(masks) != 1 or masks[0].dtype != torch.bool:
         return False, None
     if values.ndim or isinstance(values, DTensor) or masks[0].shape != target.shape:
         return False, None

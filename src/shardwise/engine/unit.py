@@ -30,6 +30,7 @@ from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped, grouped_mesh
 from shardwise.engine.shard_tensor import Mark
 from shardwise.engine.streams import Streams
+from shardwise.engine.sum_order import SumOrder, issue_in_order
 from shardwise.engine.wire import Wire, enter_all, leave_all
 from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
@@ -73,6 +74,7 @@ class Unit:
         self.unshard_in_backward = True
         self.divide_by: float | None = None
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.sum_order: SumOrder | None = None  # set while a reproducible run is on
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.prefetch: bool | None = None  # None: where it pays, see `overlaps`
@@ -185,6 +187,8 @@ class Unit:
             return  # half of them are materialised; the other half follows
         if self.is_held:
             self.reshard()
+        if self.sum_order is not None:
+            self.sum_order.fail()  # what a step has collected does not fit the new layout
         self.mark.count += 1
         self.mark.moved = False
         self._regrouped = None
@@ -463,7 +467,10 @@ class Unit:
         """Gradients were put into a reduction that was not issued, or partial ones wait for a
         sync.
         """
-        return any(g.buffer is not None or g.has_partial for g in self.grads)
+        if any(g.buffer is not None or g.has_partial for g in self.grads):
+            return True
+        order = self.sum_order
+        return order is not None and order.is_last and any(g.tree is not None for g in self.grads)
 
     def issue_reductions(self) -> list[Reduction]:
         """Reduce every trainable bucket."""
@@ -474,6 +481,8 @@ class Unit:
 
     def issue_reduction(self, grads: BucketGrads, *, joins: bool = False) -> Reduction:
         with self.streams.lane("reduce"):
+            if self.sum_order is not None:
+                return issue_in_order(self.sum_order, grads, joins=joins)
             return grads.issue(self.scale(grads.state), self.requires_all_reduce, joins=joins)
 
     def settle_partials(self) -> None:
@@ -493,6 +502,8 @@ class Unit:
 
     def abandon(self) -> None:
         """An exception ended a pass: back to rest, without what it collected."""
+        if self.sum_order is not None:
+            self.sum_order.fail()
         for grads in self.grads:
             grads.discard()
         for param in self.params:

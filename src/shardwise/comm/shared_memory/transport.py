@@ -23,7 +23,9 @@ from shardwise.comm.shared_memory.gather import (
 from shardwise.comm.shared_memory.grads import OutgoingGrads, ReducePlan
 from shardwise.comm.shared_memory.mailbox import Mailbox
 from shardwise.comm.shared_memory.reductions import ShardSum, sum_over_replicas
+from shardwise.comm.shared_memory.tree import ReplicaTree, TreeLeaves, finished_chunk
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.tree_sum import TreeSum
 from shardwise.errors import TransportError
 from shardwise.layout import BucketLayout, ReduceLayout
 
@@ -136,6 +138,31 @@ class SharedMemoryTransport:
         if bucket.replicate.size == 1 or not out.numel():
             return DONE
         return sum_over_replicas(self._mail, bucket, out)
+
+    def collect(
+        self,
+        bucket: Bucket,
+        grads: GradBuffer,
+        out: torch.Tensor,
+        tree: TreeSum,
+        leaves: tuple[int | None, ...],
+    ) -> Handle:
+        assert isinstance(grads, OutgoingGrads), f"{type(grads).__name__} is another transport's"
+        grads.finish()
+        if not grads.plan.params:
+            return DONE
+        if bucket.layout.world > 1:
+            return TreeLeaves(self._mail, bucket, grads, out, tree, leaves)
+        if leaves[0] is not None:
+            with torch.no_grad():
+                tree.put_chunk(leaves[0], finished_chunk(grads, out))
+        return DONE
+
+    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
+        if bucket.replicate.size > 1 and tree.layout.chunk_numel:
+            return ReplicaTree(self._mail, bucket, tree)
+        tree.finish_alone(bucket.buffer)
+        return DONE
 
     def enter(self, position: Position) -> None:
         self._domain.enter(position)
