@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn as nn
+from engine_kit import full, grid, make
 
 import shardwise as sw
-from engine_kit import full, grid, make
 from ranks import on_ranks
 
 

@@ -101,13 +101,6 @@ class SumOrder:
     def admit(self, grads: BucketGrads) -> None:
         """A backward reduces now: is it one that the run knows of?"""
         unit_name = grads.state.unit().name
-        if id(grads) in self.reduced:
-            raise EngineError(
-                f"{unit_name}: its gradients were reduced twice in one micro-batch (two backwards, "
-                "or a part of the model that runs again later); add the losses up and call "
-                "backward() once"
-            )
-        self.reduced.add(id(grads))
         if not self.is_running:
             raise EngineError(
                 f"{unit_name}: a backward outside of run.micro_batches(step), in a reproducible "
@@ -125,6 +118,13 @@ class SumOrder:
                 "are incomplete; clear the gradients and start the step again with "
                 "run.micro_batches(step)"
             )
+        if id(grads) in self.reduced:
+            raise EngineError(
+                f"{unit_name}: its gradients were reduced twice in one micro-batch (two backwards, "
+                "or a part of the model that runs again later); add the losses up and call "
+                "backward() once"
+            )
+        self.reduced.add(id(grads))
 
 
 def order_of(p: torch.Tensor) -> SumOrder | None:

@@ -25,6 +25,10 @@ class RunConfig:
     """Seeds weights, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: GPUs where torch sees them, else CPU."""
+    threads: int = 0
+    """CPU threads of each rank; 0: OMP_NUM_THREADS, or cores / ranks (1 under any_world)."""
+    reproducible: Literal["off", "same_world", "any_world"] = "off"
+    """The same numbers to the last bit: on every run with the same ranks, or on any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ class TrainConfig:
     global_batch: int = 32
     """Sequences per optimizer step, over all ranks."""
     micro_batch: int = 16
-    """Sequences per forward on one rank; global_batch is a multiple of ranks * micro_batch."""
+    """Sequences per forward on one rank; global_batch is a multiple of ranks * micro_batch (of
+    micro_batch alone under run.reproducible = any_world)."""
     grad_clip: float = 1.0
     """Limit of the global gradient norm; 0: none."""
     eval_every: int = 40
@@ -197,6 +202,7 @@ def ineffective(config: Config) -> dict[str, str]:
 # Lower bounds (inclusive) of the numbers; None stands for "above zero".
 _AT_LEAST: dict[str, float | None] = {
     "run.seed": 0,
+    "run.threads": 0,
     "model.dim": 1,
     "model.layers": 1,
     "model.heads": 1,
@@ -245,6 +251,8 @@ def problems(config: Config) -> list[tuple[str, str]]:
     if isinstance(config.shard.unit, int) and config.shard.unit < 1:
         found.append(("shard.unit", f"{config.shard.unit} bytes is not a size"))
     found += _strategy_problems(config)
+    if config.run.reproducible == "any_world":
+        found += _any_world_problems(config)
     return found
 
 
@@ -284,6 +292,19 @@ def _strategy_problems(config: Config) -> list[tuple[str, str]]:
     return []
 
 
+def _any_world_problems(config: Config) -> list[tuple[str, str]]:
+    found = []
+    if config.shard.reduce_dtype != "float32":
+        text = f"{config.shard.reduce_dtype} sums; run.reproducible = any_world needs float32"
+        found.append(("shard.reduce_dtype", text))
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % micro:
+        nearest = max(micro, round(batch / micro) * micro)
+        text = f"{batch} is not a multiple of train.micro_batch = {micro}; use {nearest}"
+        found.append(("train.global_batch", text))
+    return found
+
+
 def resolved_strategy(config: Config) -> str:
     """The strategy that `auto` stands for."""
     if config.shard.strategy != "auto":
@@ -310,6 +331,8 @@ def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
             found.append(
                 ("mesh.shard", f"{text}{world_size} of this job; use -1 for all that are left")
             )
+    if config.run.reproducible == "any_world":
+        return found  # micro-batches need not fit the ranks
     batch, micro = config.train.global_batch, config.train.micro_batch
     if batch % (world_size * micro):
         step = world_size * micro

@@ -10,6 +10,7 @@ from shardwise.checkpoint import store
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
+from shardwise.train import numerics
 from shardwise.train.config import Config, resolved_strategy, world_problems
 from shardwise.train.config_file import LoadedConfig, config_as_toml
 from shardwise.train.console import Console
@@ -59,22 +60,25 @@ def _build(
     loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest, run_dir: RunDir
 ) -> tuple[Job, list[str]]:
     config, search_dir = loaded.config, loaded.path.parent if loaded.path else None
+    numerics.set_up(config)
     data = ranks.on_each(lambda: open_data(config, search_dir))
     model = ranks.on_each(lambda: build_model(config, search_dir))
     manager = CheckpointManager(run_dir.checkpoints, ranks, keep=config.checkpoint.keep)
-    start, notes = find_start(config, manager, ranks, data, model)
+    start, notes = find_start(config, manager, ranks, data, model, device)
     if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
     shard_and_fill(model, config, device, ranks.world_size)
-    optimizer = build_optimizer(model, config.optim)
+    fused = config.run.reproducible != "any_world" or device.type != "cpu"
+    optimizer = build_optimizer(model, config.optim, fused=fused)
+    ranks.on_each(lambda: numerics.check(config, model, optimizer))
     step = position = 0
     seed_rng(config.run.seed, step, ranks.rank)
     if start is not None:
         restored = manager.load(start, model, optimizer)
         step, position = start.step, restored.facts["position"]
         notes.append(f"continuing from {start.path}")
-        if not restored.rng_restored:
+        if not restored.rng_restored and config.run.reproducible != "any_world":
             seed_rng(config.run.seed, step, ranks.rank)
             notes.append(
                 f"written by {start.world_size} ranks, now {ranks.world_size}: random streams "
@@ -114,9 +118,10 @@ def _describe(job: Job) -> str:
         "samples" if data.unit == "sample" else f"sequences of {data.units_per_sample} {data.unit}s"
     )
     threads = f", {torch.get_num_threads()} thread(s) each" if job.device.type == "cpu" else ""
+    promise = f", reproducible ({level})" if (level := config.run.reproducible) != "off" else ""
     return (
         f"shardwise {shardwise.__version__}: {job.ranks.world_size} rank(s) on {job.device.type}"
-        f"{threads}, {resolved_strategy(config)}, {config.shard.param_dtype}\n"
+        f"{threads}, {resolved_strategy(config)}, {config.shard.param_dtype}{promise}\n"
         f"model {config.model.kind}: {parameters:,} parameters; "
         f"data: {len(data.train):,} {sequences}, {held_out:,} held out"
     )

@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from shardwise import check_finite, clip_grad_norm_, no_sync
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.engine.reproducible import ReproducibleRun
 from shardwise.errors import NonFiniteError, TrainingError
+from shardwise.train import numerics
 from shardwise.train.config import Config, resolved_strategy
 from shardwise.train.config_file import config_as_dict
 from shardwise.train.console import Console
@@ -58,9 +60,14 @@ def run_steps(job: Job) -> str:
     """Trains until the last step or a request to stop; returns the sentence to end with."""
     config, order = job.config, SampleOrder(len(job.data.train), job.config.run.seed)
     buffers = _persistent_float_buffers(job.model)
-    saved_step = job.step
+    with numerics.reproducing(config, job.model, job.optimizer) as run:
+        return _steps(job, order, buffers if run is None else [], run)
+
+
+def _steps(job: Job, order: SampleOrder, buffers: list[Tensor], run: ReproducibleRun | None) -> str:
+    config, saved_step = job.config, job.step
     while job.step < config.train.steps:
-        row, stopped = _train_step(job, order)
+        row, stopped = _train_step(job, order, run)
         _average(buffers, job.ranks.world_size)
         last = job.step == config.train.steps
         if _due(config.train.eval_every, job.step, last) and job.data.held_out is not None:
@@ -80,7 +87,9 @@ def _due(every: int, step: int, last: bool) -> bool:
     return every > 0 and (last or step % every == 0)
 
 
-def _train_step(job: Job, order: SampleOrder) -> tuple[dict[str, Any], str]:
+def _train_step(
+    job: Job, order: SampleOrder, run: ReproducibleRun | None
+) -> tuple[dict[str, Any], str]:
     """One optimizer step: the row for metrics.jsonl, and what asked the job to stop (or
     nothing)."""
     config, started = job.config, time.perf_counter()
@@ -89,14 +98,15 @@ def _train_step(job: Job, order: SampleOrder) -> tuple[dict[str, Any], str]:
     set_learning_rate(job.optimizer, lr)
     job.model.train()
     job.optimizer.zero_grad()
-    means = _forward_backward(job, order)
+    means = _forward_backward(job, order) if run is None else _in_tree_order(job, order, run)
     job.position += config.train.global_batch
 
     names = sorted(means)
     numbers = [means[name] for name in names]
     table = job.ranks.gather_floats([bool(job.stop.by), _peak_memory_bytes(job.device), *numbers])
-    logged = dict(zip(names, table[:, 2:].mean(dim=0).tolist(), strict=True))
-    _check_finite(logged["loss"], "loss", job)
+    if run is None:
+        means = dict(zip(names, table[:, 2:].mean(dim=0).tolist(), strict=True))
+    _check_finite(means["loss"], "loss", job)
     max_norm = config.train.grad_clip or math.inf
     grad_norm = float(clip_grad_norm_(job.model.parameters(), max_norm))
     _check_finite(grad_norm, "gradient norm", job)
@@ -107,7 +117,7 @@ def _train_step(job: Job, order: SampleOrder) -> tuple[dict[str, Any], str]:
     speed = "samples_per_s" if job.data.unit == "sample" else "tokens_per_s"
     row = {
         "step": job.step,
-        **logged,
+        **means,
         "grad_norm": grad_norm,
         "lr": lr,
         "epoch": job.position / order.num_samples,
@@ -134,6 +144,17 @@ def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
     return {name: float(total) / len(batches) for name, total in sums.items()}
 
 
+def _in_tree_order(job: Job, order: SampleOrder, run: ReproducibleRun) -> dict[str, float]:
+    """The same for `any_world`: micro-batches by index, means over those of all ranks."""
+    size = job.config.train.micro_batch
+    for micro in run.micro_batches(job.step):
+        indices = order.indices(job.position + micro.index * size, size)
+        outputs = _outputs(job.model(_to_device(job.data.train.batch(indices), job.device)))
+        outputs["loss"].backward()
+        micro.log(**outputs)
+    return run.means()
+
+
 def _micro_batches(job: Job, order: SampleOrder) -> Iterator[Int64Array]:
     train = job.config.train
     share = train.global_batch // job.ranks.world_size
@@ -144,26 +165,26 @@ def _micro_batches(job: Job, order: SampleOrder) -> Iterator[Int64Array]:
 
 @torch.no_grad()
 def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
-    """Means over `eval_samples` held-out samples, as `val_<name>`; the same samples on any world
-    size."""
-    count = min(job.config.train.eval_samples, len(held_out))
+    """Means over `eval_samples` held-out samples, as `val_<name>`: the same batches, and sums that
+    are rounded once, on any number of ranks."""
+    count, micro = min(job.config.train.eval_samples, len(held_out)), job.config.train.micro_batch
     chosen = np.linspace(0, len(held_out) - 1, count).astype(np.int64)
-    own = chosen[job.ranks.rank :: job.ranks.world_size]
-    micro = job.config.train.micro_batch
+    batches = [chosen[start : start + micro] for start in range(0, count, micro)]
+    rank, world = job.ranks.rank, job.ranks.world_size
+    job.model.eval()
+    rows: list[dict[str, float]] = []
     # Every rank runs equally many forwards, which gather parameters together; spare ones weigh
     # nothing.
-    longest = -(-count // job.ranks.world_size)
-    sums: dict[str, float] = {}
-    job.model.eval()
-    for start in range(0, longest, micro):
-        indices = own[start : start + micro]
-        weight = len(indices)
-        batch = held_out.batch(indices if weight else chosen[:1])
-        for name, value in _outputs(job.model(_to_device(batch, job.device))).items():
-            sums[name] = sums.get(name, 0.0) + float(value) * weight
-    names = sorted(sums)
-    totals = job.ranks.gather_floats([sums[name] for name in names]).sum(dim=0) / count
-    return {f"val_{name}": total for name, total in zip(names, totals.tolist(), strict=True)}
+    for at in range(rank, -(-len(batches) // world) * world, world):
+        indices = batches[at] if at < len(batches) else batches[0]
+        weight = len(indices) if at < len(batches) else 0
+        outputs = _outputs(job.model(_to_device(held_out.batch(indices), job.device)))
+        rows.append({name: float(value) * weight for name, value in outputs.items()})
+    names = sorted(rows[0])
+    table = job.ranks.gather_floats([row[name] for name in names for row in rows])
+    columns = table.view(world, len(names), len(rows)).unbind(1)
+    means = (math.fsum(column.flatten().tolist()) / count for column in columns)
+    return {f"val_{name}": mean for name, mean in zip(names, means, strict=True)}
 
 
 def save(job: Job) -> None:
@@ -173,6 +194,7 @@ def save(job: Job) -> None:
         "position": job.position,
         "data": job.data.fingerprint,
         "seed": job.config.run.seed,
+        "numerics": numerics.facts(job.config, job.device, job.ranks.world_size),
         "config": config_as_dict(job.config),
     }
     job.checkpoints.save(job.step, job.model, job.optimizer, facts)

@@ -10,8 +10,13 @@ from torch import nn
 from shardwise.train.config import Config, OptimConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Norm scales and biases (fewer than two dims) do not decay: their size carries meaning."""
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, fused: bool = True
+) -> torch.optim.Optimizer:
+    """Norm scales and biases (fewer than two dims) do not decay: their size carries meaning.
+
+    Fused on CPU, the last elements of a parameter round differently, so where it is cut matters.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -19,7 +24,8 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     ]
     groups = [g for g in groups if g["params"]]
     # Fused: the plain loop takes several times as long on CPU; see benchmarks/README.md.
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+    how = {"fused": True} if fused else {"foreach": True}
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **how)
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -9,18 +9,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from shardwise.checkpoint.manager import CheckpointManager, differences, read_facts
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.store import Checkpoint
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train import numerics
 from shardwise.train.config import Config
 from shardwise.train.data import Data
 
 
 def find_start(
-    config: Config, manager: CheckpointManager, ranks: Ranks, data: Data, model: nn.Module
+    config: Config,
+    manager: CheckpointManager,
+    ranks: Ranks,
+    data: Data,
+    model: nn.Module,
+    device: torch.device,
 ) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint to start from, and what the user should know about the choice."""
     newest, skipped = manager.latest()
@@ -39,6 +46,7 @@ def find_start(
         return None, notes
     found = newest
     ranks.on_each(lambda: _check(found, config, data, model))
+    ranks.on_each(lambda: _check_numerics(found, config, device, ranks))
     return found, notes
 
 
@@ -64,4 +72,16 @@ def _check(checkpoint: Checkpoint, config: Config, data: Data, model: nn.Module)
         raise ConfigError(
             f"{checkpoint.path}: was trained on other data or in another order: {was}, now {now}. "
             "Use another run.dir, or the [data] and run.seed that it was made with"
+        )
+
+
+def _check_numerics(
+    checkpoint: Checkpoint, config: Config, device: torch.device, ranks: Ranks
+) -> None:
+    saved = read_facts(checkpoint).get("numerics")
+    if found := numerics.changes(config, saved, device, ranks):
+        raise ConfigError(
+            f"{checkpoint.path}: run.reproducible = {config.run.reproducible} cannot give the "
+            f"numbers of an uninterrupted run: {'; '.join(found)}. Continue where it was written, "
+            "or with run.reproducible = 'off'"
         )

@@ -1,0 +1,101 @@
+"""`run.reproducible`: what a job does so that its numbers can be had again.
+
+    off          nothing
+    same_world   kernels that may differ from run to run are errors; a resume must have the same
+                 ranks, threads, torch and processor
+    any_world    the same, on any number of ranks: `shardwise.reproducible` around the steps, and
+                 evaluation cut by index
+
+The random streams of a rank continue from its checkpoint under `same_world`; under `any_world`
+every micro-batch has its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.engine.reproducible import (
+    ReproducibleRun,
+    reproducible,
+    restore_deterministic,
+    set_deterministic,
+)
+from shardwise.engine.reproducible_checks import check_run, numerics_of
+from shardwise.engine.state import units_in
+from shardwise.errors import ConfigError
+from shardwise.train.config import Config
+
+
+def set_up(config: Config) -> None:
+    """Before anything is computed: threads, and what cuBLAS reads when it starts."""
+    if config.run.reproducible != "off":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    threads = config.run.threads
+    if not threads and config.run.reproducible == "any_world":
+        threads = 1  # cores / ranks would make results depend on the number of ranks
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def settings(config: Config) -> tuple[int, int]:
+    """Micro-batches of a step over all ranks, and the seed."""
+    return config.train.global_batch // config.train.micro_batch, config.run.seed
+
+
+def check(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """ConfigError for what would break `any_world`. Collective."""
+    if config.run.reproducible != "any_world":
+        return
+    try:
+        check_run(model, units_in(model), optimizer, settings(config))
+    except ValueError as error:
+        raise ConfigError(f"run.reproducible: {error}") from None
+
+
+@contextlib.contextmanager
+def reproducing(
+    config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[ReproducibleRun | None]:
+    """Around all steps; gives the run under `any_world`."""
+    if config.run.reproducible == "any_world":
+        num, seed = settings(config)
+        with reproducible(model, optimizer, num_micro_batches=num, seed=seed) as run:
+            yield run
+    elif config.run.reproducible == "same_world":
+        before = set_deterministic()
+        try:
+            yield None
+        finally:
+            restore_deterministic(before)
+    else:
+        yield None
+
+
+# -- across a resume -----------------------------------------------------------------------------
+def facts(config: Config, device: torch.device, world_size: int) -> dict[str, Any]:
+    """What the bits of this job depend on beside its configuration; kept in every checkpoint."""
+    found = {**numerics_of(device), "reproducible": config.run.reproducible}
+    return {**found, "ranks": str(world_size)}
+
+
+def changes(
+    config: Config, saved: dict[str, Any] | None, device: torch.device, ranks: Ranks
+) -> list[str]:
+    """What stands against continuing a checkpoint with the same numbers."""
+    level = config.run.reproducible
+    if level == "off" or saved is None:
+        return []
+    now = facts(config, device, ranks.world_size)
+    ignored = {"reproducible"} | ({"ranks"} if level == "any_world" else set())
+    keys = sorted((now.keys() | saved.keys()) - ignored)
+    found = [f"{k} {saved.get(k)} -> {now.get(k)}" for k in keys if saved.get(k) != now.get(k)]
+    if saved["reproducible"] != level and saved["reproducible"] != "any_world":
+        found.append(f"run.reproducible {saved['reproducible']} -> {level}")
+    return found
