@@ -83,7 +83,7 @@ def _settings(unit: Unit) -> Iterator[str]:
     if unit.all_reduce_hook is not None:
         yield f"unit {name!r}: set_all_reduce_hook changes sums; take it away"
     if unit.stepper is not None:
-        yield f"unit {name!r}: step_in_backward would step after every micro-batch; undo it"
+        yield f"unit {name!r}: step_in_backward leaves no gradients to sum; do without it"
     if unit.divide_by is not None:
         yield (
             f"unit {name!r}: set_gradient_divide_factor has no meaning here; gradients are the "
