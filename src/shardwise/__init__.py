@@ -21,23 +21,32 @@ if TYPE_CHECKING:
     from shardwise.engine.join import join
     from shardwise.engine.materialize import materialize
     from shardwise.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+    from shardwise.engine.placing import ShardPlacementResult
     from shardwise.engine.prefetch import set_prefetch
     from shardwise.engine.reproducible import MicroBatch, ReproducibleRun, reproducible
     from shardwise.engine.shard_model import shard_model
     from shardwise.engine.shard_tensor import ShardTensor
     from shardwise.engine.step_in_backward import step_in_backward
     from shardwise.engine.token_mean import global_mean
-    from shardwise.layout import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Strategy
+    from shardwise.layout import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        Strategy,
+    )
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CPUOffloadPolicy": "layout",
+    "DataParallelMeshDims": "layout",
     "FSDPModule": "engine.module",
     "MicroBatch": "engine.reproducible",
     "MixedPrecisionPolicy": "layout",
     "OffloadPolicy": "layout",
     "ReproducibleRun": "engine.reproducible",
+    "ShardPlacementResult": "engine.placing",
     "ShardTensor": "engine.shard_tensor",
     "Strategy": "layout",
     "Transport": "comm.transport",
@@ -63,11 +72,13 @@ _HOMES = {
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MicroBatch",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReproducibleRun",
+    "ShardPlacementResult",
     "ShardTensor",
     "Strategy",
     "Transport",

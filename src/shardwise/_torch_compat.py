@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # Sees every operator, the collectives of C++ reducers included; there is no public name.
@@ -68,6 +69,60 @@ def new_dtensor(
 ) -> Any:
     """A DTensor (or subclass) over `local`, without checks and communication."""
     return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: tuple[Any, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Any:
+    """The spec of a DTensor that does not exist yet. `DTensor.from_local` makes one too, but not
+    for every placement (strided shards), and wants the local tensor.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """The placement of a dim that an inner mesh dim has cut into `split_factor` parts before.
+    There is no public name for what FSDP2 itself gives such parameters.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement: Any) -> bool:
+    """True for `strided_shard`'s; it is no subclass of `Shard`, and `is_shard()` denies it."""
+    return hasattr(placement, "split_factor")
+
+
+def joined_mesh(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose dims are those of several slices of one parent. Slicing the parent by name
+    gives the same only for dims that have names and kept their order.
+    """
+    return DeviceMesh._concatenate(meshes)
+
+
+def flattened_mesh(mesh: DeviceMesh, name: str | None = None) -> DeviceMesh:
+    """All dims of a mesh as one. No public name yet."""
+    return mesh._flatten(name)
+
+
+def unflattened_mesh(
+    mesh: DeviceMesh, dim: int, sizes: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
+    """One dim of a mesh as several. A mesh made anew would need the ranks of all slices."""
+    return mesh._unflatten(dim, sizes, names)
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A local tensor whose collective is over: DTensor leaves waiting to the first use."""
+    wait = getattr(tensor, "wait", None)  # AsyncCollectiveTensor
+    return wait() if wait is not None else tensor
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], None]]:

@@ -6,27 +6,38 @@ Names, defaults and meaning of torch's `fully_shard` (torch.distributed.fsdp, FS
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Transport
 from shardwise.engine.audit import synchronize
 from shardwise.engine.build import Found, Plan, find_params, move_buffers, own_modules
 from shardwise.engine.context import Context
-from shardwise.engine.mesh import regrouped_strategy, resolve_mesh, strategy_for
+from shardwise.engine.mesh import (
+    ShardMesh,
+    default_strategy,
+    regrouped_strategy,
+    resolve_mesh,
+    strategy_for,
+)
 from shardwise.engine.module import FSDPModule, swap_class
 from shardwise.engine.optimizers import watch_optimizers
+from shardwise.engine.placing import PlacementFn, Placer
 from shardwise.engine.state import ModuleState
 from shardwise.engine.streams import streams_for
 from shardwise.engine.unit import Unit
 from shardwise.engine.warm_pages import keep_pages_warm
-from shardwise.layout import Lifetime, MixedPrecisionPolicy, OffloadPolicy, Strategy
+from shardwise.layout import (
+    DataParallelMeshDims,
+    Lifetime,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    Strategy,
+)
 
 
 def fully_shard(
@@ -34,10 +45,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (frozen)
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: str | Strategy | None = None,
     transport: str | Transport = "auto",
 ) -> Any:
@@ -48,13 +60,18 @@ def fully_shard(
     Args:
         module: a module, or a list of modules whose parameters are to be gathered together.
         mesh: 1 dim (shard) or 2 dims (replicate, shard); all ranks in one dim by default.
+            Parameters that are DTensors on other dims of its parent mesh (tensor parallel) keep
+            those.
         reshard_after_forward: True frees gathered parameters after forward; False keeps them until
             the backward; an int keeps shards over that many ranks; None is True, except for the
             root's own unit, which is kept.
-        shard_placement_fn: gives the `Shard(dim)` of a parameter, or None for `Shard(0)`.
+        shard_placement_fn: gives the `Shard(dim)` of a parameter, None for `Shard(0)`, or a
+            `ShardPlacementResult` with a mesh of its own.
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps shards and sharded gradients in host memory.
         ignored_params: parameters to leave alone; their gradients are yours to reduce.
+        dp_mesh_dims: the data parallel dims of `mesh`, by name, where all parameters are DTensors
+            over the whole of it.
         strategy: "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"
             (aliases "zero3", ...). Excludes `reshard_after_forward`.
         transport: "auto", "c10d", "shared_memory", or an object that implements `Transport`.
@@ -66,9 +83,9 @@ def fully_shard(
         ValueError: a setting that cannot be; the text names parameter, axis and remedy.
     """
     modules = _checked_modules(module)
-    num_dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
-    chosen = strategy_for(strategy, num_dims, reshard_after_forward)
-    shard_mesh = resolve_mesh(mesh, chosen)
+    default = default_strategy(mesh, dp_mesh_dims)
+    chosen = strategy_for(strategy, default, reshard_after_forward)
+    shard_mesh = resolve_mesh(mesh, chosen, dp_mesh_dims)
     if chosen.forward_world:
         chosen = regrouped_strategy(chosen, shard_mesh)
     keep_pages_warm(shard_mesh.device)
@@ -84,9 +101,10 @@ def fully_shard(
     )
     ignored = frozenset(id(p) for p in ignored_params or ())
     found, ties = find_params(
-        modules, set(ignored), _placement_reader(shard_placement_fn), _is_sharded
+        modules, set(ignored), Placer(shard_placement_fn, shard_mesh, chosen), _is_sharded
     )
-    synchronize(_full_tensors(modules, found), shard_mesh)
+    for on_mesh, tensors in _full_tensors(modules, found, shard_mesh):
+        synchronize(tensors, on_mesh)
     watch_optimizers()
     name = type(modules[0]).__name__
     unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
@@ -101,13 +119,24 @@ def fully_shard(
     return module
 
 
-def _full_tensors(modules: list[nn.Module], found: list[Found]) -> list[tuple[str, torch.Tensor]]:
-    """What ranks must agree on: the parameters of this call, and buffers."""
-    named: list[tuple[str, torch.Tensor]] = [(f.name, f.param) for f in found]
+def _full_tensors(
+    modules: list[nn.Module], found: list[Found], mesh: ShardMesh
+) -> list[tuple[ShardMesh, list[tuple[str, torch.Tensor]]]]:
+    """What ranks must agree on, mesh by mesh: the parameters of this call, and buffers, which go
+    with the parameters beside them.
+    """
+    groups = {mesh.axes: (mesh, [])}
+    mesh_of: dict[int, ShardMesh] = {}
+    for f in found:
+        named: list[tuple[str, torch.Tensor]] = groups.setdefault(f.mesh.axes, (f.mesh, []))[1]
+        named.append((f.name, f.param))
+        mesh_of.update({id(parameters): f.mesh for parameters, _ in f.slots})
     for module in modules:
         for name, owner in own_modules(module, "", _is_sharded):
+            on_mesh = mesh_of.get(id(owner._parameters), mesh)
+            named = groups.setdefault(on_mesh.axes, (on_mesh, []))[1]
             named += [(f"{name}{k}", b) for k, b in owner._buffers.items() if b is not None]
-    return named
+    return list(groups.values())
 
 
 def _checked_modules(module: Any) -> list[nn.Module]:
@@ -145,30 +174,6 @@ def _policy(policy: Any) -> MixedPrecisionPolicy:
         raise ValueError(
             f"mp_policy: expected a MixedPrecisionPolicy, found {type(policy).__name__}"
         ) from None
-
-
-def _placement_reader(
-    fn: Callable[[nn.Parameter], Any] | None,
-) -> Callable[[str, nn.Parameter], int]:
-    """The dim along which a parameter is cut."""
-
-    def shard_dim(name: str, param: nn.Parameter) -> int:
-        placement = fn(param) if fn is not None else None
-        if placement is None:
-            return 0
-        if not isinstance(placement, Shard):
-            raise ValueError(
-                f"{name}: shard_placement_fn must return Shard(dim) or None, found {placement!r}"
-            )
-        dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
-        if not 0 <= dim < max(param.ndim, 1):
-            raise AssertionError(
-                f"Shard dim {placement.dim} is invalid for {param.ndim}D tensor {name} of shape "
-                f"{tuple(param.shape)}"
-            )
-        return dim
-
-    return shard_dim
 
 
 def _is_sharded(module: nn.Module) -> bool:

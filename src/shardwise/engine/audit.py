@@ -31,12 +31,13 @@ _CHUNK = 4096
 # -- ranks that start from different weights -----------------------------------------------------
 @torch.no_grad()
 def synchronize(named: list[tuple[str, torch.Tensor]], mesh: ShardMesh) -> None:
-    """Make `named` full tensors equal on all ranks of the mesh; those of its first rank win.
+    """Make `named` full tensors equal on all ranks of the mesh; those of its first rank win. Of
+    DTensors (tensor parallel ones) the parts that lie alike.
 
     Costs one pass over the tensors and one small all-gather per axis; tensors are sent only when
     they differ.
     """
-    tensors = [(n, t) for n, t in named if not t.is_meta and not isinstance(t, DTensor)]
+    tensors = [(n, local_of(t) if isinstance(t, DTensor) else t) for n, t in named if not t.is_meta]
     if not tensors or mesh.world == 1:
         return
     for axis in (mesh.shard, mesh.replicate):
@@ -158,9 +159,10 @@ def models_running(module: nn.Module) -> Iterator[nn.Module]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def check_owned(root: nn.Module, owned: set[int], ignored: set[int]) -> None:
+def check_owned(root: nn.Module, owned: set[int], ignored: set[int], data_ranks: set[int]) -> None:
     """Raise for trainable parameters, in `root` or in a model that is calling it, that are in no
-    unit: their gradients would stay those of one rank.
+    unit: their gradients would stay those of one rank. DTensors whose own mesh holds the
+    `data_ranks` of the units reduce their gradients themselves.
     """
     for model in (root, *models_running(root)):
         stray = [
@@ -169,7 +171,7 @@ def check_owned(root: nn.Module, owned: set[int], ignored: set[int]) -> None:
             if p.requires_grad
             and id(p) not in owned
             and id(p) not in ignored
-            and not isinstance(p, DTensor)
+            and not (isinstance(p, DTensor) and data_ranks <= _ranks_of(p))
             and not hasattr(p, "_shardwise_home")
         ]
         if stray:
@@ -180,3 +182,7 @@ def check_owned(root: nn.Module, owned: set[int], ignored: set[int]) -> None:
                 "adapters too), or pass them as ignored_params if you reduce their gradients "
                 "yourself"
             )
+
+
+def _ranks_of(tensor: DTensor) -> set[int]:
+    return set(tensor.device_mesh.mesh.flatten().tolist())

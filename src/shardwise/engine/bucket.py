@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import set_versions
+from shardwise._torch_compat import local_of, set_versions
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam
@@ -101,9 +102,13 @@ class BucketState:
                 shape,
                 torch.empty(shape, device="meta").stride(),
             )
-            param.full = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
+            param.full = nn.Parameter(
+                param.spread.gathered(full), requires_grad=param.sharded.requires_grad
+            )
             param.settle_home(param.full)
-        self._fulls = tuple(param.full for param in self.params)
+        # Autograd saves the outer tensor of a DTensor, or the inner one where a module unwraps it.
+        inner = [local_of(p.full) for p in self.params if isinstance(p.full, DTensor)]
+        self._fulls = (*(param.full for param in self.params), *inner)
         self._hooked.clear()
         self.release()
 
@@ -167,7 +172,15 @@ class BucketState:
         if self.aliases or self.bucket is None:
             return []
         version = self._version
-        return [p.name for p in self.params if p.full._version != version]
+        if all(full._version == version for full in self._fulls):
+            return []
+        return [
+            p.name
+            for p in self.params
+            if any(
+                t._version != version for t in (p.full, getattr(p.full, "_local_tensor", p.full))
+            )
+        ]
 
     def is_current(self) -> bool:
         """True when the registered parameters are the ones over this bucket's buffer."""

@@ -17,18 +17,19 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of
 from shardwise.comm.choose import open_transport
-from shardwise.comm.transport import Transport
+from shardwise.comm.transport import Axis, Transport
 from shardwise.engine.bucket import BucketState
-from shardwise.engine.mesh import ShardMesh, resolve_mesh
+from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam, Slot, home_of
+from shardwise.engine.placing import Place
 from shardwise.engine.shard_tensor import Mark, ShardTensor
+from shardwise.engine.spread import Spread, spread_of
 from shardwise.layout import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ParamSpec,
     Strategy,
     layout_unit,
-    strategy_named,
 )
 
 Tie = tuple[ShardedParam, Slot]
@@ -37,13 +38,24 @@ Tie = tuple[ShardedParam, Slot]
 @dataclass(slots=True)
 class Found:
     """A parameter to manage: its name, what the modules hold now, where they hold it, along which
-    dim it is cut.
+    dim it is cut over which mesh, and how it lies then.
     """
 
     name: str
     param: nn.Parameter
     slots: list[Slot]
     shard_dim: int
+    mesh: ShardMesh
+    spread: Spread
+
+    @classmethod
+    def again(cls, known: ShardedParam, held: nn.Parameter, slots: list[Slot]) -> Found:
+        """A parameter that is managed already, where modules now hold `held`."""
+        dim, mesh, spread = known.layout.spec.shard_dim, known.mesh, known.spread
+        is_new = held.device_mesh != spread.mesh if isinstance(held, DTensor) else not spread.whole
+        if is_new and not (isinstance(held, DTensor) and spread.is_gathered_form(held)):
+            spread = spread_of(known.name, held, dim, mesh)
+        return cls(known.name, held, slots, dim, mesh, spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +68,6 @@ class Plan:
     strategy: Strategy
     offload: OffloadPolicy | None
     transport_name: str | Transport = "auto"
-
-    def for_scalars(self) -> Plan:
-        """Parameters without dims cannot be cut: every rank holds them, gradients are averaged."""
-        mesh = resolve_mesh(self.mesh.mesh, strategy_named("no_shard"))
-        return replace(self, mesh=mesh, transport=self.open(mesh))
 
     def on_transport(self, name: str) -> Plan:
         """The same on another transport."""
@@ -75,7 +82,7 @@ class Plan:
 def find_params(
     modules: list[nn.Module],
     ignored: set[int],
-    shard_dim_of: Callable[[str, nn.Parameter], int],
+    place_of: Callable[[str, nn.Parameter], Place],
     is_sharded: Callable[[nn.Module], bool],
 ) -> tuple[list[Found], list[Tie]]:
     """Parameters in module order; a tied parameter appears once, with all its slots.
@@ -95,10 +102,10 @@ def find_params(
                     ties.append((home, (owner._parameters, key)))
                     continue
                 if id(param) not in found:
-                    _check_param(f"{name}{key}", param)
-                    found[id(param)] = Found(
-                        f"{name}{key}", param, [], shard_dim_of(f"{name}{key}", param)
-                    )
+                    full_name = f"{name}{key}"
+                    dim, mesh = place_of(full_name, param)
+                    spread = spread_of(full_name, param, dim, mesh)
+                    found[id(param)] = Found(full_name, param, [], dim, mesh, spread)
                 slots = found[id(param)].slots
                 if all(s[0] is not owner._parameters or s[1] != key for s in slots):
                     slots.append((owner._parameters, key))
@@ -115,31 +122,24 @@ def own_modules(
             yield from own_modules(child, f"{prefix}{name}.", is_sharded)
 
 
-def _check_param(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"{name}: is a DTensor over {param.device_mesh} already; shard the plain model with "
-            f"fully_shard "
-            "before other parallelisms are applied, or leave it out with ignored_params"
-        )
-
-
 def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
-    """Lay out, allocate, move, register."""
-    scalars = [f for f in found if f.param.ndim == 0]
-    buckets = _buckets_on(unit_name, [f for f in found if f.param.ndim], plan, mark)
-    if scalars:
-        buckets += _buckets_on(unit_name, scalars, plan.for_scalars(), mark)
-    return buckets
+    """Lay out, allocate, move, register; mesh by mesh, the unit's own first."""
+    groups: dict[tuple[Axis, Axis], list[Found]] = {plan.mesh.axes: []}
+    for f in found:
+        groups.setdefault(f.mesh.axes, []).append(f)
+    return [
+        b for group in groups.values() if group for b in _buckets_on(unit_name, group, plan, mark)
+    ]
 
 
 def _buckets_on(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
     """The buckets of parameters that share a mesh."""
     specs = [
-        ParamSpec(f.name, tuple(f.param.shape), f.param.dtype, f.param.requires_grad, f.shard_dim)
+        ParamSpec(f.name, f.spread.own_shape, f.param.dtype, f.param.requires_grad, f.shard_dim)
         for f in found
     ]
-    mesh = plan.mesh
+    mesh = found[0].mesh
+    transport = plan.transport if mesh.axes == plan.mesh.axes else plan.open(mesh)
     layout = layout_unit(
         unit_name,
         specs,
@@ -153,11 +153,11 @@ def _buckets_on(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> l
     for bucket_layout in layout.buckets:
         members = [by_name[p.name] for p in bucket_layout.params]
         params = [
-            ShardedParam(f.name, p, f.slots, mesh, mark)
+            ShardedParam(f.name, p, f.slots, f.mesh, f.spread, mark)
             for f, p in zip(members, bucket_layout.params, strict=True)
         ]
         label = f"{unit_name}:{members[0].name}"
-        bucket = BucketState(label, bucket_layout, params, mesh, plan.transport, mark, plan.offload)
+        bucket = BucketState(label, bucket_layout, params, mesh, transport, mark, plan.offload)
         fill_bucket(bucket, [f.param for f in members])
         buckets.append(bucket)
     return buckets
@@ -186,10 +186,14 @@ def fill_bucket(bucket: BucketState, origins: list[nn.Parameter]) -> None:
 
 
 def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tensor:
-    """This rank's rows of `origin`, which is whole, or sharded alike already."""
-    p = param.layout
+    """This rank's rows of `origin`, which is whole, in the gathered form, or sharded alike
+    already.
+    """
+    p, spread = param.layout, param.spread
     if isinstance(origin, DTensor):
         local = local_of(origin)
+        if type(origin) is not ShardTensor and spread.is_gathered_form(origin):
+            return _rows(param, local, rank)
         if tuple(local.shape) != p.shard_shape(rank):
             raise ValueError(
                 f"{param.name}: replaced by a DTensor with placements {origin.placements} and a "
@@ -198,9 +202,19 @@ def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tens
                 f"one it replaces"
             )
         return local.detach()
-    if origin.ndim == 0:
-        return origin.detach()
-    return origin.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
+    if spread.whole is not None and origin.shape != spread.shape:
+        raise ValueError(
+            f"{param.name}: replaced by a plain tensor of shape {tuple(origin.shape)}, expected "
+            f"the full {tuple(spread.shape)}, of which every rank takes its part"
+        )
+    return _rows(param, spread.own_part(origin), rank)
+
+
+def _rows(param: ShardedParam, own: torch.Tensor, rank: int) -> torch.Tensor:
+    p = param.layout
+    if own.ndim == 0:
+        return own.detach()
+    return own.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
 
 
 def _register(param: ShardedParam, local: torch.Tensor, origin: nn.Parameter) -> None:

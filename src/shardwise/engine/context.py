@@ -121,13 +121,17 @@ class Context:
     def _agree_on_stale_copies(self) -> None:
         """Copies that live between steps are gathered again when any rank wrote to its shards."""
         first, self.has_run = not self.has_run, True
-        kept = [u for u in self.units if u.keeps_between_steps and u.mesh.shard.size > 1]
+        kept = [u for u in self.units if u.keeps_between_steps and u.transports]
         if first or not kept:
             return  # nobody holds any
-        for transport in dict.fromkeys(u.transport for u in kept):
-            units = [u for u in kept if u.transport is transport]
-            # Units that are not held count too: ranks differ in that after an exception.
-            agreed = transport.agree([not (u.is_held and u.is_current_copy) for u in units])
+        # Units that are not held count too: ranks differ in that after an exception.
+        for unit in kept:
+            unit.is_stale = not (unit.is_held and unit.is_current_copy)
+        # A unit on several meshes is gathered as one: what one mesh has agreed on goes on to the
+        # next.
+        for transport in dict.fromkeys(t for u in kept for t in u.transports):
+            units = [u for u in kept if transport in u.transports]
+            agreed = transport.agree([u.is_stale for u in units])
             for unit, stale in zip(units, agreed, strict=True):
                 unit.is_stale = stale
 

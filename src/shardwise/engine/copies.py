@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.engine.build import Found
 from shardwise.engine.context import Context
@@ -59,7 +60,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit | None:
 
 def _found_in_copy(param: ShardedParam, memo: dict[int, Any]) -> Found:
     slots = [(memo[id(held)], key) for held, key in param.slots if id(held) in memo]
-    return Found(param.name, slots[0][0][slots[0][1]], slots, param.layout.spec.shard_dim)
+    return Found.again(param, slots[0][0][slots[0][1]], slots)
 
 
 def copy_attributes(module: nn.Module, new: nn.Module, without: str, memo: dict[int, Any]) -> None:
@@ -103,6 +104,7 @@ def full_parameters(model: nn.Module, *, budget: int = 2**30) -> Iterator[tuple[
             unit.start_user_unshard()
             unit.wait_unshard()
             open_unit = unit
-        yield name, param.full.detach()
+        full = param.full.detach()
+        yield name, full.full_tensor() if isinstance(full, DTensor) else full
     if open_unit is not None:
         open_unit.reshard()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch_compat import foreach_mul_, foreach_norm
 from shardwise.engine.finite import check_norm
 from shardwise.engine.ordered_norm import Rows, ordered_norm
+from shardwise.engine.spread import cuts_dim
 from shardwise.engine.state import units_in
 from shardwise.engine.sum_order import order_of
 
@@ -114,7 +115,7 @@ def _by_layout(grads: list[torch.Tensor]) -> dict[Layout, list[torch.Tensor]]:
     for grad in grads:
         if isinstance(grad, DTensor):
             local = grad.to_local()
-            dims = tuple(i for i, p in enumerate(grad.placements) if p.is_shard())
+            dims = tuple(i for i, p in enumerate(grad.placements) if cuts_dim(p) is not None)
             if any(p.is_partial() for p in grad.placements):
                 raise ValueError(
                     "clip_grad_norm_: a gradient is a partial sum; redistribute it before"

@@ -1,42 +1,55 @@
-"""From a `DeviceMesh` and a strategy to the two axes that the engine works with, and to DTensor
-placements.
+"""From a `DeviceMesh` and a strategy to the two axes that the engine works with.
 
 mesh dims        strategy        shard axis          replicate axis     placements of a parameter
 1 (any name)     sharding        the dim             -                  (Shard(d),)
 1 (any name)     no_shard        -                   the dim            (Replicate(),)
 2                sharding        dim 1               dim 0              (Replicate(), Shard(d))
 2                no_shard        -                   both, flattened    (Replicate(), Replicate())
+
+With `dp_mesh_dims` the mesh may have any dims: the named ones (several act as one) take the roles,
+and parameters are DTensors over all of them (`spread`). Otherwise the mesh holds data parallel dims
+only; parameters that are DTensors lie on other slices of the same parent mesh.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from shardwise._torch_compat import flattened_mesh, joined_mesh
 from shardwise.comm.transport import Axis
-from shardwise.layout import Lifetime, Strategy, strategy_named
+from shardwise.layout import DataParallelMeshDims, Lifetime, Strategy, strategy_named
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMesh:
-    """A mesh with the roles of its dims."""
+    """A data parallel mesh with the roles of its dims; `spmd` and `dims` are what `dp_mesh_dims`
+    named: the mesh with all dims, and which of them these are.
+    """
 
     mesh: DeviceMesh
     shard: Axis
     replicate: Axis
     device: torch.device
     is_sharded: bool = True
+    spmd: DeviceMesh | None = None
+    dims: DataParallelMeshDims | None = None
 
     def placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """DTensor placements of a parameter that is cut along `shard_dim`."""
         if not self.is_sharded:
             return (Replicate(),) * self.mesh.ndim
         return (Replicate(),) * (self.mesh.ndim - 1) + (Shard(shard_dim),)
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """Parameters of a unit that share these may share a bucket."""
+        return self.shard, self.replicate
 
     @property
     def world(self) -> int:
@@ -63,7 +76,9 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def resolve_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> ShardMesh:
+def resolve_mesh(
+    mesh: DeviceMesh | None, strategy: Strategy, dims: DataParallelMeshDims | None = None
+) -> ShardMesh:
     """Roles of the dims of `mesh` (the default mesh if None) under a strategy."""
     mesh = mesh if mesh is not None else default_mesh()
     if not isinstance(mesh, DeviceMesh):
@@ -71,28 +86,81 @@ def resolve_mesh(mesh: DeviceMesh | None, strategy: Strategy) -> ShardMesh:
             f"mesh: expected a DeviceMesh (torch.distributed.device_mesh), found "
             f"{type(mesh).__name__}"
         )
+    if dims is not None:
+        _check_names(mesh, dims)
+        shard, replicate = dims.shard_names, dims.replicate_names
+        _check_hybrid(strategy, bool(shard and replicate))
+        return replace(_named_roles(mesh, shard, replicate, strategy), spmd=mesh, dims=dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard takes a mesh of 1 dim (shard) or 2 dims (replicate, shard), found "
-            f"{mesh.ndim} dims "
-            f"{mesh.mesh_dim_names}; pass a slice, e.g. mesh['replicate', 'shard']"
+            f"fully_shard expects a 1D or 2D DeviceMesh, dims (shard) or (replicate, shard), but "
+            f"found {mesh.ndim} dims {mesh.mesh_dim_names}; pass the slice of the data parallel "
+            "dims, e.g. mesh['replicate', 'shard'], or the whole mesh with dp_mesh_dims="
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
-    if strategy.name == "hybrid_shard" and mesh.ndim != 2:
+    _check_hybrid(strategy, mesh.ndim == 2)
+    return roles_of(mesh, strategy)
+
+
+def roles_of(mesh: DeviceMesh, strategy: Strategy) -> ShardMesh:
+    """The table of the module docstring, for a mesh of 1 or 2 data parallel dims."""
+    names = (*(mesh.mesh_dim_names or ("shard",)), "")
+    device = _device_of(mesh)
+    if strategy.shard is None:
+        whole = mesh if mesh.ndim == 1 else flattened_mesh(mesh)
+        return ShardMesh(mesh, _no_axis("shard"), _axis(whole, 0, "replicate"), device, False)
+    if mesh.ndim == 1:
+        return ShardMesh(mesh, _axis(mesh, 0, names[0]), _no_axis("replicate"), device)
+    return ShardMesh(mesh, _axis(mesh, 1, names[1]), _axis(mesh, 0, names[0]), device)
+
+
+def whole_roles(mesh: ShardMesh) -> ShardMesh:
+    """The same ranks with nothing sharded: parameters without dims cannot be cut, so every rank
+    holds them and their gradients are averaged.
+    """
+    return replace(roles_of(mesh.mesh, strategy_named("no_shard")), spmd=mesh.spmd, dims=mesh.dims)
+
+
+def _named_roles(
+    mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...], strategy: Strategy
+) -> ShardMesh:
+    """Roles of named dims; several of one role act as one dim."""
+
+    def merged(names: tuple[str, ...]) -> DeviceMesh:
+        return mesh[names[0]] if len(names) == 1 else flattened_mesh(mesh[names], "_".join(names))
+
+    if shard and replicate:
+        return roles_of(joined_mesh([merged(replicate), merged(shard)]), strategy)
+    if not shard and strategy.shard is not None:
+        raise ValueError(
+            f"dp_mesh_dims names replicate dims {replicate} only, so there is nothing to shard "
+            f"over; use strategy='no_shard' (the default then), found {strategy.name!r}"
+        )
+    return roles_of(merged(shard or replicate), strategy)
+
+
+def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            "mesh must have mesh_dim_names when dp_mesh_dims is provided; pass them to "
+            "init_device_mesh"
+        )
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(
+                f"dp_mesh_dims: dim name {name!r} not found in mesh.mesh_dim_names "
+                f"{mesh.mesh_dim_names}"
+            )
+
+
+def _check_hybrid(strategy: Strategy, has_both: bool) -> None:
+    if strategy.name == "hybrid_shard" and not has_both:
         raise ValueError(
             "hybrid_shard needs a mesh of 2 dims (replicate, shard), found 1; use "
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
             "'shard')), or full_shard"
         )
-    names = (*(mesh.mesh_dim_names or ("shard",)), "")
-    device = _device_of(mesh)
-    if strategy.shard is None:
-        whole = mesh if mesh.ndim == 1 else mesh._flatten()
-        return ShardMesh(mesh, _no_axis("shard"), _axis(whole, 0, "replicate"), device, False)
-    if mesh.ndim == 1:
-        return ShardMesh(mesh, _axis(mesh, 0, names[0]), _no_axis("replicate"), device)
-    return ShardMesh(mesh, _axis(mesh, 1, names[1]), _axis(mesh, 0, names[0]), device)
 
 
 def _axis(mesh: DeviceMesh, dim: int, name: str) -> Axis:
@@ -112,13 +180,23 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     )
 
 
+def default_strategy(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None) -> str:
+    """What the data parallel dims of a mesh are made for."""
+    if dims is not None:
+        if not dims.shard_names:
+            return "no_shard"
+        return "hybrid_shard" if dims.replicate_names else "full_shard"
+    return "hybrid_shard" if isinstance(mesh, DeviceMesh) and mesh.ndim == 2 else "full_shard"
+
+
 def strategy_for(
-    strategy: str | Strategy | None, mesh_dims: int, reshard_after_forward: bool | int | None
+    strategy: str | Strategy | None, default: str, reshard_after_forward: bool | int | None
 ) -> Strategy:
     """The strategy that a call asks for; `reshard_after_forward` is another way to name points of
     the same space.
     """
-    default = "hybrid_shard" if mesh_dims == 2 else "full_shard"
+    if strategy is None and default == "no_shard":
+        return strategy_named(default)  # nothing is ever gathered or released
     if strategy is None:
         return with_reshard(strategy_named(default), reshard_after_forward)
     chosen = strategy_named(strategy)

@@ -228,7 +228,8 @@ def _check_materialized(root: nn.Module) -> None:
 def _check_owned(root: nn.Module, context: Context) -> None:
     params = [p for u in context.units for p in u.params]
     owned = {id(t) for p in params for t in (p.sharded, p.full, p.between)}
-    check_owned(root, owned, {i for u in context.units for i in u.ignored})
+    data_ranks = {r for u in context.units for axis in u.mesh.axes for r in axis.ranks}
+    check_owned(root, owned, {i for u in context.units for i in u.ignored}, data_ranks)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch_compat import local_of, post_accumulate_hooks, spec_of, tensor_hooks
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.shard_tensor import Mark, Pending, ShardTensor
+from shardwise.engine.spread import Spread
 from shardwise.layout import ParamLayout
 
 Slot = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
@@ -50,16 +51,24 @@ class ShardedParam:
         "partial_grad",
         "sharded",
         "slots",
+        "spread",
         "unit",
     )
 
     def __init__(
-        self, name: str, layout: ParamLayout, slots: list[Slot], mesh: ShardMesh, mark: Mark
+        self,
+        name: str,
+        layout: ParamLayout,
+        slots: list[Slot],
+        mesh: ShardMesh,
+        spread: Spread,
+        mark: Mark,
     ) -> None:
         self.name = name
         self.layout = layout
         self.slots = slots
         self.mesh = mesh
+        self.spread = spread
         self.mark = mark
         self.sharded: nn.Parameter = None  # type: ignore[assignment]  # set by make_sharded
         self.full: nn.Parameter = None  # type: ignore[assignment]  # set by the bucket
@@ -74,7 +83,7 @@ class ShardedParam:
         replaces.
         """
         self.sharded = make_parameter(
-            local, self.layout, self.mesh, self.name, self.mark, origin.requires_grad
+            local, self.spread, self.name, self.mark, origin.requires_grad
         )
         self.settle_home(origin)
         for key, value in vars(origin).items():
@@ -101,6 +110,12 @@ class ShardedParam:
     def local(self) -> torch.Tensor:
         """This rank's part."""
         return local_of(self.sharded)
+
+    @property
+    def full_own(self) -> torch.Tensor:
+        """This rank's own part of the full form: the whole, unless that is a DTensor."""
+        full = self.full.detach()
+        return local_of(full) if isinstance(full, DTensor) else full
 
     def rename(self, name: str) -> None:
         """The full name, once the root is known; for error texts."""
@@ -178,23 +193,9 @@ class ShardedParam:
 
 
 def make_parameter(
-    local: torch.Tensor,
-    layout: ParamLayout,
-    mesh: ShardMesh,
-    name: str,
-    mark: Mark | None,
-    requires_grad: bool = False,
+    local: torch.Tensor, spread: Spread, name: str, mark: Mark | None, requires_grad: bool = False
 ) -> nn.Parameter:
     """A parameter over a `ShardTensor` with `local` as this rank's part."""
-    shape = torch.Size(layout.spec.shape)
-    stride = torch.empty(shape, device="meta").stride()
-    plain = DTensor.from_local(
-        local.detach(),
-        mesh.mesh,
-        mesh.placements(layout.spec.shard_dim),
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
-    tensor = ShardTensor(local.detach(), spec_of(plain), mark=mark, name=name)
+    spec = spread.sharded_spec(local.dtype)
+    tensor = ShardTensor(local.detach(), spec, mark=mark, name=name)
     return nn.Parameter(tensor, requires_grad=requires_grad)

@@ -9,16 +9,19 @@ integer setting.
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch_compat import unflattened_mesh
 from shardwise.comm.transport import Bucket, Handle, Transport
 from shardwise.engine.bucket import BucketState
-from shardwise.engine.mesh import ShardMesh, resolve_mesh
-from shardwise.engine.param import make_parameter
+from shardwise.engine.mesh import ShardMesh, roles_of
+from shardwise.engine.param import ShardedParam, make_parameter
+from shardwise.engine.spread import plain_spread
 from shardwise.engine.wire import Wire
 from shardwise.layout import layout_bucket, strategy_named
 
@@ -29,72 +32,97 @@ def grouped_mesh(mesh: ShardMesh, world: int) -> ShardMesh:
     """The inner dim of a mesh whose shard axis is cut into groups of `world` ranks."""
     known = _GROUPED.setdefault(mesh.mesh, {})
     if world not in known:
-        ranks = mesh.mesh.mesh
-        known[world] = DeviceMesh(
-            mesh.mesh.device_type,
-            ranks.view(*ranks.shape[:-1], ranks.shape[-1] // world, world),
-            mesh_dim_names=(*(f"outer{i}" for i in range(ranks.ndim)), "inner"),
-        )
-    return resolve_mesh(known[world]["inner"], strategy_named("full_shard"))
+        last = mesh.mesh.ndim - 1
+        names = (f"outer_of_{world}", f"inner_{world}")
+        known[world] = unflattened_mesh(mesh.mesh, last, (mesh.shard.size // world, world), names)[
+            names[1]
+        ]
+    return roles_of(known[world], strategy_named("full_shard"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A bucket, and the smaller-world one that stands in for it."""
+
+    state: BucketState
+    bucket: Bucket
+    mesh: ShardMesh
+    transport: Transport
 
 
 class Regrouped:
     """The smaller-world shards of one unit."""
 
-    def __init__(self, buckets: list[BucketState], mesh: ShardMesh, transport: Transport) -> None:
-        self.mesh = mesh
-        self.transport = transport
-        self.wire = Wire.of(transport)
+    def __init__(
+        self, buckets: list[BucketState], world: int, open_on: Callable[[ShardMesh], Transport]
+    ) -> None:
         self.is_kept = False
-        self._pairs: list[tuple[BucketState, Bucket]] = []
-        for state in buckets:
-            if state.layout.world == 1:
-                continue
-            layout = layout_bucket(
-                [
-                    replace(p.spec, dtype=state.layout.gather_dtype, cuts=None)
-                    for p in state.layout.params
-                ],
-                gather_dtype=state.layout.gather_dtype,
-                reduce_dtype=state.layout.reduce_dtype,
-                world=mesh.shard.size,
-            )
-            bucket = transport.attach(f"{state.name}/{mesh.shard.size}", layout, mesh.device)
-            self._pairs.append((state, bucket))
-            self._register_between(state, bucket)
+        self._parts = [_regroup(b, world, open_on) for b in buckets if b.layout.world > world]
+        self.wires = list(dict.fromkeys(Wire.of(part.transport) for part in self._parts))
 
-    def _register_between(self, state: BucketState, bucket: Bucket) -> None:
-        rank = self.mesh.shard.rank
-        offsets = bucket.layout.shard_offsets(rank)
-        for param, p, at in zip(state.params, bucket.layout.params, offsets, strict=True):
-            local = bucket.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
-            param.between = make_parameter(local, p, self.mesh, param.name, None)
+    def holds(self, state: BucketState) -> bool:
+        """True when the backward gathers this bucket inside the group."""
+        return any(part.state is state for part in self._parts)
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy this rank's parts out of the full parameters, and register them."""
-        rank = self.mesh.shard.rank
-        for state, bucket in self._pairs:
-            for param, p in zip(state.params, bucket.layout.params, strict=True):
-                between: nn.Parameter | None = param.between
-                assert between is not None
-                part = param.full.detach().narrow(
+        for part in self._parts:
+            for i, param in enumerate(part.state.params):
+                p, rank = part.bucket.layout.params[i], part.mesh.shard.rank
+                rows = param.full_own.narrow(
                     p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank)
                 )
-                between._local_tensor.copy_(part)  # type: ignore[attr-defined]
+                _own_rows(part, i).copy_(rows)
         self.is_kept = True
 
     def register(self) -> None:
-        for state, _ in self._pairs:
-            for param in state.params:
-                for parameters, name in param.slots:
-                    parameters[name] = param.between
+        for part in self._parts:
+            for param in part.state.params:
+                if param.between is not None:
+                    for parameters, name in param.slots:
+                        parameters[name] = param.between
 
     def gather(self) -> list[Handle]:
         """Fill the full parameters from the group."""
         handles = []
-        for state, bucket in self._pairs:
-            state.open_storage()
-            handles.append(self.transport.gather(bucket, bucket.buffer, state.out))
-            state.set_gathered_versions()
+        for part in self._parts:
+            part.state.open_storage()
+            handles.append(part.transport.gather(part.bucket, part.bucket.buffer, part.state.out))
+            part.state.set_gathered_versions()
         return handles
+
+
+def _regroup(state: BucketState, world: int, open_on: Callable[[ShardMesh], Transport]) -> _Part:
+    """The smaller-world bucket of a bucket."""
+    mesh = grouped_mesh(state.mesh, world)
+    transport = open_on(mesh)
+    layout = layout_bucket(
+        [replace(p.spec, dtype=state.layout.gather_dtype, cuts=None) for p in state.layout.params],
+        gather_dtype=state.layout.gather_dtype,
+        reduce_dtype=state.layout.reduce_dtype,
+        world=mesh.shard.size,
+    )
+    bucket = transport.attach(f"{state.name}/{mesh.shard.size}", layout, mesh.device)
+    part = _Part(state, bucket, mesh, transport)
+    for i, param in enumerate(state.params):
+        param.between = _between(part, i, param)
+    return part
+
+
+def _between(part: _Part, index: int, param: ShardedParam) -> nn.Parameter | None:
+    """What modules hold meanwhile. DTensors over other axes have no such form: their modules hold
+    the usual shards, though the backward gathers from the group.
+    """
+    if param.spread.whole is not None:
+        return None
+    dim = param.layout.spec.shard_dim
+    spread = plain_spread(param.spread.shape, dim, part.mesh)
+    return make_parameter(_own_rows(part, index), spread, param.name, None)
+
+
+def _own_rows(part: _Part, index: int) -> torch.Tensor:
+    """This rank's part of a parameter in the smaller-world buffer."""
+    layout, rank = part.bucket.layout, part.mesh.shard.rank
+    p, at = layout.params[index], layout.shard_offsets(rank)[index]
+    return part.bucket.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))

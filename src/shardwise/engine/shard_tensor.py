@@ -28,10 +28,11 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise._torch_compat import local_of, new_dtensor, spec_of
+from shardwise._torch_compat import local_of, make_spec, new_dtensor, spec_of
 from shardwise.engine import dispatch_rules as rules
+from shardwise.engine.spread import part_of
 from shardwise.errors import EngineError
 
 
@@ -130,9 +131,7 @@ class ShardTensor(DTensor):
                 f"{self.dtype}; use model.to(dtype), or replace the parameter before sharding"
             )
         if not isinstance(value, DTensor):
-            value = distribute_tensor(
-                value.detach(), self.device_mesh, self.placements, src_data_rank=None
-            )
+            value = ShardTensor(_own_part(value.detach(), self).contiguous(), spec_of(self))
         elif value.placements != self.placements or value.device_mesh != self.device_mesh:
             # type: ignore[attr-defined]
             value = value.detach().redistribute(self.device_mesh, self.placements)
@@ -391,6 +390,23 @@ def _item(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, func(local_of(t))
 
 
+def _stack(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Numbers of tensors on several meshes side by side, as clipping does with norms; DTensor
+    takes one mesh. Finished numbers are the same everywhere, so the largest mesh may hold them.
+    """
+    numbers = args[0]
+    if any(type(t) is not ShardTensor or t.ndim for t in numbers):
+        return False, None
+    meshes = {t.device_mesh: t.device_mesh.size() for t in numbers}
+    if len(meshes) == 1:
+        return False, None
+    mesh = max(meshes, key=meshes.__getitem__)
+    whole = func([local_of(_finished(t)) for t in numbers])
+    placements = (Replicate(),) * mesh.ndim
+    spec = make_spec(mesh, placements, whole.shape, whole.stride(), whole.dtype)
+    return True, ShardTensor(whole, spec)
+
+
 def _random_fill(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Every rank draws the whole tensor and keeps its part: any world size draws the numbers of
     one process.
@@ -412,8 +428,7 @@ def _random_like(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     dtype = kwargs.get("dtype") or source.dtype
     whole = torch.empty(source.shape, dtype=dtype, device=local_of(source).device)
     whole = func(whole, *args[1:], **kwargs)
-    part = distribute_tensor(whole, source.device_mesh, source.placements, src_data_rank=None)
-    return True, ShardTensor(local_of(part), spec_of(part))
+    return True, _wrap_like(_own_part(whole, source).contiguous(), source)
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -465,19 +480,10 @@ def _store(target: ShardTensor, whole: torch.Tensor) -> None:
 
 
 def _own_part(whole: torch.Tensor, like: ShardTensor) -> torch.Tensor:
-    """This rank's part of `whole`, a view where placements are plain; `distribute_tensor` copies,
-    and meta init would hold a large parameter twice."""
-    mesh = like.device_mesh
-    if any(type(p) is not Shard and type(p) is not Replicate for p in like.placements):
-        part = distribute_tensor(whole, mesh, like.placements, src_data_rank=None)
-        return local_of(part)
-    for dim, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            numel = whole.size(placement.dim)
-            length = -(-numel // mesh.size(dim))  # as torch.chunk cuts
-            start = min(length * mesh.get_local_rank(dim), numel)
-            whole = whole.narrow(placement.dim, start, min(length, numel - start))
-    return whole
+    """This rank's part of `whole`, a view; `distribute_tensor` copies, and meta init would hold a
+    large parameter twice.
+    """
+    return part_of(whole, like.device_mesh, like.placements)
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -496,6 +502,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
 _SPECIAL: dict[Any, Special] = {
     torch.ops.aten._local_scalar_dense.default: _item,
     torch.ops.aten.copy_.default: _copy,
+    torch.ops.aten.stack.default: _stack,
     torch.ops.aten.index_put_.default: _masked_set,
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     **dict.fromkeys(rules.RANDOM_FILLS, _random_fill),

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise._torch_compat import graph_task, in_functorch_transform
-from shardwise.comm.transport import DONE, Handle, Unordered
+from shardwise.comm.transport import DONE, Handle, Transport, Unordered
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, Tie, build_buckets
 from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
 from shardwise.engine.param import ShardedParam
-from shardwise.engine.regroup import Regrouped, grouped_mesh
+from shardwise.engine.regroup import Regrouped
 from shardwise.engine.shard_tensor import Mark
 from shardwise.engine.streams import Streams
 from shardwise.engine.sum_order import SumOrder, issue_in_order
@@ -117,8 +117,13 @@ class Unit:
         """The wires that this unit's collectives go over."""
         wires = [Wire.of(b.transport) for b in self.buckets] or [Wire.of(self.transport)]
         if self._regrouped is not None:
-            wires.append(self._regrouped.wire)
+            wires += self._regrouped.wires
         return list(dict.fromkeys(wires))
+
+    @property
+    def transports(self) -> list[Transport]:
+        """The transports that this unit's gathers go over."""
+        return list(dict.fromkeys(b.transport for b in self.buckets if b.layout.world > 1))
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -181,7 +186,7 @@ class Unit:
             parameters, key = param.slots[0]
             held = parameters[key]
             current = param.sharded if held is param.full or held is param.between else held
-            found.append(Found(param.name, current, param.slots, param.layout.spec.shard_dim))
+            found.append(Found.again(param, current, param.slots))
         on_meta = {f.param.is_meta for f in found}
         if len(on_meta) > 1:
             return  # half of them are materialised; the other half follows
@@ -256,7 +261,7 @@ class Unit:
         regrouped = self._regrouped
         if regrouped is None or not regrouped.is_kept or graph_task() is None:
             return [b.gather() for b in self.buckets]
-        rest = [b for b in self.buckets if b.layout.world == 1]
+        rest = [b for b in self.buckets if not regrouped.holds(b)]
         return regrouped.gather() + [b.gather() for b in rest]
 
     def wait_unshard(self) -> None:
@@ -364,8 +369,7 @@ class Unit:
     def _regroup(self) -> None:
         """Keep shards over a smaller world until the backward."""
         if self._regrouped is None:
-            mesh = grouped_mesh(self.mesh, self.strategy.forward_world)
-            self._regrouped = Regrouped(self.buckets, mesh, self.plan.open(mesh))
+            self._regrouped = Regrouped(self.buckets, self.strategy.forward_world, self.plan.open)
         self._regrouped.keep()
         self.reshard()
         self._regrouped.register()
@@ -428,6 +432,7 @@ class Unit:
         assert grad is not None
         if torch.is_grad_enabled():
             grad = grad.detach()
+        grad = param.spread.own_gradient(param.name, grad)
         grads = self._grads_of[id(bucket)]
         grads.ledger.told |= 1 << index
         grads.ledger.num_told += 1

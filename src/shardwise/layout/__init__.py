@@ -8,6 +8,7 @@ Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `moves`
 
 from shardwise.layout.bucket import ALIGN, BucketLayout, ParamLayout, ParamSpec, layout_bucket
 from shardwise.layout.cuts import Cuts
+from shardwise.layout.mesh_dims import DataParallelMeshDims
 from shardwise.layout.moves import Move, Packing, pack_grads, pack_shards
 from shardwise.layout.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.layout.reduce import ReduceLayout, layout_reduce
@@ -29,6 +30,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "Collective",
     "Cuts",
+    "DataParallelMeshDims",
     "Lifetime",
     "MixedPrecisionPolicy",
     "Moment",
