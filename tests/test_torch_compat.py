@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ranks import on_ranks
 from shardwise import _torch_compat as compat
@@ -93,3 +93,24 @@ def test_specs_locals_and_store(rank: int, world: int) -> None:
     store.set(f"compat/{rank}", "here")
     dist.barrier()
     assert store.get(f"compat/{1 - rank}") == b"here"
+
+
+@on_ranks(4)
+def test_meshes_and_placements(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    assert compat.joined_mesh([mesh["a"], mesh["b"]]) == mesh
+    assert compat.flattened_mesh(mesh, "all").size() == 4
+    assert compat.flattened_mesh(mesh, "all") == mesh["all"]  # a second time gives the first
+    inner = compat.unflattened_mesh(mesh["all"], 0, (2, 2), ("outer", "inner"))["inner"]
+    assert inner.mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+    strided = compat.strided_shard(0, 2)
+    assert compat.is_strided_shard(strided) and not compat.is_strided_shard(Shard(0))
+    assert not strided.is_shard() and not strided.is_replicate()  # hence is_strided_shard
+    whole = torch.arange(8.0)
+    spec = compat.make_spec(mesh, (strided, Shard(0)), whole.shape, whole.stride(), whole.dtype)
+    start = 4 * (rank % 2) + 2 * (rank // 2)  # the inner dim cuts first
+    tensor = compat.new_dtensor(DTensor, whole[start : start + 2].clone(), spec)
+    assert torch.equal(tensor.full_tensor(), whole)
+    assert compat.waited_for(whole) is whole
+    replicated = tensor.redistribute(placements=[Replicate(), Replicate()])
+    assert type(compat.waited_for(compat.local_of(replicated))) is torch.Tensor

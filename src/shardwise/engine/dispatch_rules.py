@@ -75,7 +75,8 @@ def same_layout(args: Any) -> bool:
     positions of the whole.
 
     Lists are compared entry by entry (foreach): entry i of every list must lie like entry i of the
-    first, or be plain in all of them. Plain operands must be scalars (0-dim).
+    first, or be plain in all of them. Plain operands must be scalars (0-dim). Numbers that are the
+    same on all ranks (a norm) may come from another mesh.
     """
     first = args[0]
     if isinstance(first, (list, tuple)):
@@ -83,7 +84,7 @@ def same_layout(args: Any) -> bool:
             a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
         ]
         singles = [a for a in args[1:] if isinstance(a, torch.Tensor)]
-        return all(s.ndim == 0 and not isinstance(s, DTensor) for s in singles) and all(
+        return all(s.ndim == 0 and _is_number(s) for s in singles) and all(
             _alike(entry) for entry in zip(*lists, strict=False)
         )
     return _alike(tuple(a for a in args if isinstance(a, torch.Tensor)))
@@ -98,12 +99,21 @@ def _alike(tensors: tuple[torch.Tensor, ...]) -> bool:
     if any(p.is_partial() for p in spec.placements):
         return False
     for t in sharded[1:]:
+        if _is_number(t):
+            continue
         other = t._spec
         if other is spec:
             continue
         if t.shape != shape or other.placements != spec.placements or other.mesh != spec.mesh:
             return False
     return all(t.ndim == 0 for t in tensors if not isinstance(t, DTensor))
+
+
+def _is_number(t: torch.Tensor) -> bool:
+    """0-dim, and the same on all ranks."""
+    if t.ndim or not isinstance(t, DTensor):
+        return not t.ndim
+    return all(p.is_replicate() for p in t._spec.placements)
 
 
 def first_sharded(args: Any, cls: type) -> Any:

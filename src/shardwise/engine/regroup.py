@@ -32,12 +32,18 @@ def grouped_mesh(mesh: ShardMesh, world: int) -> ShardMesh:
     """The inner dim of a mesh whose shard axis is cut into groups of `world` ranks."""
     known = _GROUPED.setdefault(mesh.mesh, {})
     if world not in known:
-        last = mesh.mesh.ndim - 1
-        names = (f"outer_of_{world}", f"inner_{world}")
-        known[world] = unflattened_mesh(mesh.mesh, last, (mesh.shard.size // world, world), names)[
-            names[1]
-        ]
+        known[world] = _grouped(mesh.mesh, mesh.shard.size // world, world)
     return roles_of(known[world], strategy_named("full_shard"))
+
+
+def _grouped(mesh: DeviceMesh, num_groups: int, world: int) -> DeviceMesh:
+    names = (f"outer_of_{world}", f"inner_{world}")
+    if mesh.mesh_dim_names is not None:
+        return unflattened_mesh(mesh, mesh.ndim - 1, (num_groups, world), names)[names[1]]
+    # A mesh without names is no slice, so its ranks are all there are.
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(num_groups, world), mesh_dim_names=names)[
+        names[1]
+    ]
 
 
 @dataclass(frozen=True, slots=True)
