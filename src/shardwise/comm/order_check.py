@@ -191,8 +191,9 @@ class OrderCheck:
         ended = self._entry_of(self._neighbour)
         if ended is None or ended[1] == ABANDONED:
             return None
-        if not ended[5] and said is not None:
-            return True  # it was asked about everything too, by others; the end is compared
+        if not ended[5]:
+            # It has asked too, so it has said what; this rank may have looked just before.
+            return True if said is not None else None
         raise self._diverged(
             f"the {what} here, which is not what came last time; there {ended[4]} ended as last "
             f"time, after {ended[2]} collectives, the last one the {ended[3]}",
