@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise._torch_compat import graph_task
-from shardwise.comm.transport import Unordered
+from shardwise.comm.transport import is_unordered
 from shardwise.engine.backward_end import end_with, forget
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import BucketGrads, Reduction
@@ -127,8 +127,8 @@ class BackwardPass:
         """Bound what is in flight. A transport without an order may have to wait for a peer that
         waits for this rank's other reductions, so there nothing is waited for before the end.
         """
-        while len(self._in_flight) > num and not isinstance(
-            self._in_flight[0].grads.state.transport, Unordered
+        while len(self._in_flight) > num and not is_unordered(
+            self._in_flight[0].grads.state.transport
         ):
             self._finish_oldest()
 
@@ -152,7 +152,7 @@ class BackwardPass:
         follow before the result of one is waited for.
         """
         for reduction in self._in_flight:
-            if isinstance(reduction.grads.state.transport, Unordered):
+            if is_unordered(reduction.grads.state.transport):
                 reduction.advance()
 
     def finish_reductions(self) -> None:
@@ -216,5 +216,5 @@ class BackwardPass:
         forget(self)
         while self._in_flight:
             reduction = self._in_flight.popleft()
-            if not isinstance(reduction.grads.state.transport, Unordered):
+            if not is_unordered(reduction.grads.state.transport):
                 reduction.wait()

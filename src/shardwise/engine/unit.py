@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise._torch_compat import graph_task, in_functorch_transform
-from shardwise.comm.transport import DONE, Handle, Transport, Unordered
+from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, Tie, build_buckets
 from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
@@ -136,7 +136,7 @@ class Unit:
     @property
     def overlaps(self) -> bool:
         """Whether collectives run beside computing, so that it pays to issue them early."""
-        if isinstance(self.transport, Unordered):
+        if is_unordered(self.transport):
             return False
         return self.mesh.device.type != "cpu" if self.prefetch is None else self.prefetch
 
