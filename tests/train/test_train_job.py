@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from jobs import checkpoint_names, read_rows, results, run_job
-from torch.distributed.checkpoint import filesystem
 
 from ranks import on_ranks, run_ranks
+from shardwise.checkpoint import files
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.train.run_dir import RunDir
 
@@ -61,7 +61,7 @@ def test_stopped_and_continued_equals_never_stopped(rank, tmp_path):
     assert checkpoint_names(tmp_path / "parts") == ["step_00000003", "step_00000005"]
     run_job(tmp_path / "parts")
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
-    name = f"checkpoints/step_00000008/__{rank}_0.distcp"
+    name = f"checkpoints/step_00000008/rank_{rank:05d}.safetensors"
     assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -88,7 +88,7 @@ def test_damaged_checkpoint_is_passed_over(rank, tmp_path):
     run = tmp_path / "run"
     run_job(run, checkpoint__every=2, stop_after=6)
     if rank == 0:
-        path = run / "checkpoints/step_00000006/__1_0.distcp"
+        path = run / "checkpoints/step_00000006/rank_00001.safetensors"
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
@@ -207,6 +207,66 @@ def test_start_from_a_named_checkpoint(rank, tmp_path):
         run_job(tmp_path / "third", checkpoint__resume=tmp_path / "first")
     assert "incomplete (no manifest.json)" in str(caught.value)
     assert not (tmp_path / "third").exists()
+    before = snapshot(tmp_path / "second")
+    with refused() as caught:  # also where the run is complete and would not need it
+        run_job(tmp_path / "second", checkpoint__resume="/nope")
+    assert "checkpoint.resume: /nope: no such directory" in str(caught.value)
+    dist.barrier()
+    assert snapshot(tmp_path / "second") == before
+
+
+@on_ranks(2)
+def test_saves_in_the_background_are_the_same(rank, tmp_path):
+    run_job(tmp_path / "whole", checkpoint__every=2)
+    run = tmp_path / "run"
+    run_job(run, checkpoint__every=2, checkpoint__background=True, stop_after=5)
+    run_job(run, checkpoint__every=2, checkpoint__background=True)
+    assert results(run) == results(tmp_path / "whole")
+    name = f"checkpoints/step_00000008/rank_{rank:05d}.safetensors"
+    assert (run / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@on_ranks(2)
+def test_a_failed_save_in_the_background_ends_all_ranks_at_one_step(rank, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    options = {"checkpoint__background": True, "checkpoint__rehearsal": False}
+    run = tmp_path / "run"
+    if rank == 1:
+        monkeypatch.setattr(files, "write_all", full)
+    with pytest.raises(
+        CheckpointError, match=r"step 2 could not be written.*rank 1.*No space left"
+    ):
+        run_job(run, checkpoint__every=2, train__steps=200, train__eval_every=100, **options)
+    monkeypatch.undo()
+    dist.barrier()
+    assert checkpoint_names(run) == []
+    run_job(run, checkpoint__every=2, **options)
+    assert checkpoint_names(run) == ["step_00000006", "step_00000008"]
+
+
+@on_ranks(2)
+def test_the_rehearsal_finds_a_full_disk_after_the_first_step(rank, tmp_path, monkeypatch):
+    """Also one that would fill up only with the checkpoints that are to stay."""
+    run, real = tmp_path / "run", os.statvfs(tmp_path)
+
+    def left(num_bytes):
+        values = list(real)
+        values[:5] = [1, 1, num_bytes, num_bytes, num_bytes]
+        return lambda path: os.statvfs_result(values)
+
+    for free, said in ((1000, "1,000 are free"), (1_000_000, "up to 3 stand at once")):
+        monkeypatch.setattr(os, "statvfs", left(free))
+        with pytest.raises(CheckpointError, match=said):
+            run_job(run, checkpoint__every=4)
+        dist.barrier()
+        assert [row["step"] for row in read_rows(run)] == [1]
+        assert checkpoint_names(run) == []
+    monkeypatch.undo()
+    dist.barrier()
+    run_job(run, checkpoint__every=4)
+    assert checkpoint_names(run) == ["step_00000004", "step_00000008"]
 
 
 @on_ranks(2)
@@ -313,7 +373,7 @@ def test_a_disk_that_fills_ends_the_job_and_keeps_what_was_there(rank, tmp_path,
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        monkeypatch.setattr(filesystem, "_write_item", full)
+        monkeypatch.setattr(files, "write_all", full)
     with pytest.raises(CheckpointError) as caught:
         run_job(run)
     assert "could not be written" in str(caught.value)

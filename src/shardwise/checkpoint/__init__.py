@@ -1,4 +1,6 @@
-"""Checkpoints that can be trusted: atomic directories around torch.distributed.checkpoint.
+"""Checkpoints that can be trusted: complete or absent, verified as they are read, never unpickled.
 
-`store` knows directories (no torch), `manager` fills and reads them, `rng` captures random state.
+Reading order: `files` (blocks with checksums), `store` (directories), `index` (what lies where),
+`state`, `plan`, `writing`; `source`, `loading`; `manager` (a run's checkpoints); `importing` and
+what it names (other formats), `exporting`, `pretrained`.
 """

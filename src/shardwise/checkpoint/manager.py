@@ -1,231 +1,297 @@
-"""Saves and loads model, optimizer, random state and the job's own facts, atomically.
+"""Saves and loads a run: model, optimizers, schedule, position, random state, in one transaction.
 
-    step_%08d/  *.distcp, .metadata   torch.distributed.checkpoint (DCP): tensors under their names
-                job.json              what the caller passed as `facts` (position, configuration)
-                manifest.json         last: sizes and checksums of all the others
+    manager = CheckpointManager("run/checkpoints", keep=2)
+    manager.save(step, model, optimizer, scheduler=scheduler, extra={"position": 4096})
+    found, skipped = manager.latest()
+    if found is not None:
+        loaded = manager.load(found, model, optimizer, scheduler=scheduler)
 
-Keys: `model.<name>`, `optim.<name>.<slot>`, `rng.<rank>.<kind>`. DCP lays tensors out for any world
-size. The optimizer's options (learning rate, decay) are configuration, not state: they are not
-saved, so that a changed one takes effect. All methods are collective; an error of one rank is
-raised on all of them. Random state continues only on the same world size: on another one there is
-no meaningful mapping of streams to ranks, and the caller seeds anew (`Loaded.rng_restored` says
-so).
+Methods that save or load are collective; an error of one rank is raised on all. With
+`background=True` a save copies this rank's shards and goes on in a thread; what goes wrong there is
+raised by the next `save`, `wait`, `close` or `check`. Random state continues only on the same
+number of ranks: on another one there is no meaningful mapping of streams to ranks, and the caller
+seeds anew (`Loaded.rng_restored`).
 """
 
 from __future__ import annotations
 
-import json
+import copy
+import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shardwise._torch_compat import local_of, new_dtensor, spec_of
 from shardwise.checkpoint import store
+from shardwise.checkpoint.loading import check_model, load_model, load_optimizers
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import capture_rng, restore_rng
+from shardwise.checkpoint.source import CheckpointSource, read_whole
+from shardwise.checkpoint.state import EXTRA, RNG, SCHEDULER, Optimizers, State
 from shardwise.checkpoint.store import Checkpoint
-from shardwise.errors import CheckpointError
-
-_FACTS = "job.json"
+from shardwise.checkpoint.writing import write_state
+from shardwise.errors import CheckpointError, ShardwiseError
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    facts: dict[str, Any]
+    """What came with the tensors."""
+
+    step: int
+    extra: dict[str, Any]
     rng_restored: bool
 
 
 class CheckpointManager:
-    """The checkpoints of one run directory."""
+    """The checkpoints of one directory: `step_%08d` in it.
 
-    def __init__(self, directory: Path, ranks: Ranks, *, keep: int = 0) -> None:
-        self.directory, self._ranks, self._keep = directory, ranks, keep
+    Args:
+        directory: made when the first checkpoint is saved.
+        ranks: who saves together; by default all ranks of the job.
+        keep: how many complete checkpoints stay; 0 keeps all.
+        background: write in a thread, from a copy of this rank's shards.
+    """
 
+    def __init__(
+        self,
+        directory: Path | str,
+        ranks: Ranks | None = None,
+        *,
+        keep: int = 0,
+        background: bool = False,
+    ) -> None:
+        self.directory, self._keep = Path(directory), keep
+        self._ranks = ranks if ranks is not None else Ranks.of_job()
+        self._background: _Background | None = None
+        if background:
+            # Collectives of two threads must not mix: a group of its own.
+            self._background = _Background(self._ranks.separate())
+
+    # -- finding ---------------------------------------------------------------------------------
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
         """The newest checkpoint whose contents are whole, and why newer directories were passed
         over."""
         listing = self._ranks.on_rank0(lambda: store.list_checkpoints(self.directory))
         messages = dict(listing.skipped)
         for checkpoint in listing.complete:
-            name, damaged = checkpoint.path.name, self._damaged_files(checkpoint)
+            name, damaged = checkpoint.path.name, self.verify(checkpoint)
             if not damaged:
                 return checkpoint, [text for n, text in messages.items() if n > name]
-            messages[name] = f"{checkpoint.path}: damaged ({', '.join(damaged)}: wrong checksum)"
+            messages[name] = "; ".join(damaged)
         return None, list(messages.values())
 
-    def open(self, path: Path) -> Checkpoint:
+    def open(self, path: Path | str) -> Checkpoint:
         """The checkpoint at a path that the user named; CheckpointError if it is not whole."""
-        checkpoint = self._ranks.on_rank0(lambda: _read(path))
-        if damaged := self._damaged_files(checkpoint):
-            raise CheckpointError(f"{path}: damaged ({', '.join(damaged)}: wrong checksum)")
+        checkpoint = self._ranks.on_rank0(lambda: store.read_checkpoint(Path(path)))
+        if damaged := self.verify(checkpoint):
+            raise self._ranks.agreed(CheckpointError("; ".join(damaged)))
         return checkpoint
 
-    def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
-    ) -> Path:
-        """Writes the checkpoint of `step`, then deletes the oldest beyond `keep`. Returns its
-        path."""
-        saving = self._ranks.on_rank0(lambda: store.begin(self.directory, step))
-        state = _collect(model, optimizer)
-        state.update({f"rng.{self._ranks.rank}.{k}": v for k, v in capture_rng().items()})
-        writer = dcp.FileSystemWriter(saving, single_file_per_rank=True, sync_files=True)
-        try:
-            dcp.save(state, storage_writer=writer, process_group=self._ranks.group)
-            own = list(saving.glob(f"__{self._ranks.rank}_*.distcp"))
-            entries = self._ranks.on_all(lambda: store.describe_files(own))
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.directory}: "
-                f"{_root_cause(error)}; earlier checkpoints are untouched"
-            ) from error
-        return self._ranks.on_rank0(lambda: self._finish(saving, step, facts, entries))
+    def verify(self, checkpoint: Checkpoint) -> list[str]:
+        """Reads all contents, each rank a part of the blocks; what is damaged."""
+        rank, count = self._ranks.rank, self._ranks.world_size
+        parts = self._ranks.on_all(lambda: store.verify(checkpoint, part=rank, num_parts=count))
+        return sorted({text for part in parts for text in part})
 
-    def _finish(
-        self, saving: Path, step: int, facts: dict[str, Any], entries: list[dict[str, Any]]
+    # -- saving ----------------------------------------------------------------------------------
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers = None,
+        *,
+        scheduler: Any = None,
+        extra: dict[str, Any] | None = None,
     ) -> Path:
-        store.write_synced(saving / _FACTS, json.dumps(facts, indent=1).encode())
-        files = store.describe_files([saving / _FACTS, saving / ".metadata"])
-        for entry in entries:
-            files.update(entry)
-        final = store.commit(saving, step, self._ranks.world_size, files)
-        store.prune(self.directory, self._keep)
+        """Saves the checkpoint of `step`, then deletes the oldest beyond `keep`.
+
+        Returns its path, where it stands on return unless `background`.
+        """
+        self.wait()
+        state = self._ranks.on_each(lambda: self._state(model, optimizers, scheduler, extra or {}))
+        final = self.directory / store.step_name(step)
+        if self._background is None:
+            return _write(state, final, step, self._ranks, self._keep)
+        copied = self._ranks.on_each(lambda: _copied(state))
+        self._background.start(copied, final, step, self._keep)
         return final
 
-    def load(
-        self, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Loaded:
-        """Reads a checkpoint into model and optimizer, whatever world size wrote it."""
-        metadata = _metadata(checkpoint)
-        saved = metadata.state_dict_metadata
-        _make_optimizer_state(optimizer)
-        _drop_unsaved_state(checkpoint, model, optimizer, saved)
-        state = _collect(model, optimizer)
-        same_world = checkpoint.world_size == self._ranks.world_size
-        rng = self._empty_rng(saved) if same_world else {}
-        state.update(rng)
-        reader = dcp.FileSystemReader(checkpoint.path)
+    def rehearse(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizers: Optimizers = None,
+        *,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        """A save as later ones will be, verified and taken away again: permissions, space and
+        state that cannot be saved show now and not after hours."""
+        state = self._ranks.on_each(lambda: self._state(model, optimizers, None, extra or {}))
+        final = self.directory / f".rehearsal_{store.step_name(step)}"
         try:
-            dcp.load(state, storage_reader=reader, process_group=self._ranks.group)
-        except CheckpointException as error:
+            path = write_state(state, final, step, self._ranks)
+            written = self._ranks.on_rank0(lambda: store.read_checkpoint(path))
+            if damaged := self.verify(written):
+                text = f"the disk of {self.directory} gives back other bytes: {'; '.join(damaged)}"
+                raise self._ranks.agreed(CheckpointError(text))
+            self._ranks.on_rank0(lambda: self._check_room(written.size_bytes))
+        finally:
+            if self._ranks.rank == 0:
+                store.discard(final)
+
+    def _check_room(self, size_bytes: int) -> None:
+        """Room for what `keep` will let stand, and the one that is written beside them. The
+        rehearsal still stands, so one of them is there."""
+        have = len(store.list_checkpoints(self.directory).complete) + 1
+        found = os.statvfs(self.directory)
+        free, needed = found.f_bavail * found.f_frsize, size_bytes * (self._keep + 1 - have)
+        if self._keep and needed > free:
             raise CheckpointError(
-                f"{checkpoint.path}: cannot be loaded: {_root_cause(error)}"
-            ) from error
-        # DCP wrote into the local shards; the engine learns of it through the model's own load.
-        names = [key for key in state if key.startswith("model.")]
-        model.load_state_dict({name.removeprefix("model."): state[name] for name in names})
-        if rng:
-            restore_rng({key.rsplit(".", 1)[1]: state[key] for key in rng})
-        return Loaded(read_facts(checkpoint), bool(rng))
-
-    def _empty_rng(self, saved: dict[str, Any]) -> dict[str, Tensor]:
-        prefix = f"rng.{self._ranks.rank}."
-        return {
-            key: torch.empty(entry.size, dtype=torch.uint8)
-            for key, entry in saved.items()
-            if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-        }
-
-    def _damaged_files(self, checkpoint: Checkpoint) -> list[str]:
-        """Checks the contents, each rank a part of the files."""
-        parts = self._ranks.on_all(
-            lambda: store.damaged_files(
-                checkpoint, part=self._ranks.rank, num_parts=self._ranks.world_size
+                f"{self.directory}: a checkpoint has {size_bytes:,} bytes, and up to "
+                f"{self._keep + 1} stand at once; that takes {needed:,} bytes more and {free:,} "
+                "are free. Free some, or lower checkpoint.keep"
             )
+
+    def _state(
+        self, model: nn.Module, optimizers: Optimizers, scheduler: Any, extra: dict[str, Any]
+    ) -> State:
+        state = State()
+        state.add_model(model)
+        state.add_optimizers(model, optimizers)
+        for kind, value in capture_rng().items():
+            state.tensors[f"{RNG}{self._ranks.rank}.{kind}"] = value
+        if scheduler is not None:
+            state.objects[SCHEDULER] = scheduler.state_dict()
+        state.objects[EXTRA] = extra
+        return state
+
+    # -- background ------------------------------------------------------------------------------
+    def check(self) -> CheckpointError | None:
+        """The error of a save in the background that has failed on this rank, without waiting.
+        Other ranks may learn of it a moment later: agree on it before raising."""
+        return self._background.error if self._background is not None else None
+
+    def wait(self) -> None:
+        """Waits for the save in the background, and raises what went wrong in it."""
+        if self._background is not None:
+            self._background.wait()
+
+    def close(self) -> None:
+        """As `wait`, at the end of a run."""
+        self.wait()
+
+    # -- loading ---------------------------------------------------------------------------------
+    def load(
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        optimizers: Optimizers = None,
+        *,
+        scheduler: Any = None,
+        options: bool = True,
+    ) -> Loaded:
+        """Fills model, optimizers, schedule and random state, whatever number of ranks and
+        strategy wrote them. Contents are verified as they are read.
+
+        Args:
+            options: learning rates and so on come from the checkpoint; else they stay.
+        """
+        return self._ranks.on_each(
+            lambda: self._load(checkpoint, model, optimizers, scheduler, options)
         )
-        return sorted(name for part in parts for name in part)
+
+    def _load(
+        self,
+        checkpoint: Checkpoint,
+        model: nn.Module,
+        optimizers: Optimizers,
+        scheduler: Any,
+        options: bool,
+    ) -> Loaded:
+        source = CheckpointSource(checkpoint)
+        try:
+            check_model(source, model)
+            if optimizers is not None:
+                load_optimizers(source, model, optimizers, options=options)
+            load_model(source, model)
+            if scheduler is not None:
+                scheduler.load_state_dict(_required(source, SCHEDULER))
+            rng = {}
+            if checkpoint.world_size == self._ranks.world_size:
+                prefix = f"{RNG}{self._ranks.rank}."
+                keys = [k for k in source.tensors if k.startswith(prefix)]
+                rng = {k.removeprefix(prefix): read_whole(source, k) for k in keys}
+            if rng:
+                restore_rng(rng)
+            return Loaded(checkpoint.step, dict(source.objects.get(EXTRA, {})), bool(rng))
+        finally:
+            source.close()
 
 
-def differences(checkpoint: Checkpoint, model: nn.Module) -> list[str]:
-    """How a model's names and shapes differ from a checkpoint's; empty if it can be loaded."""
-    saved = {
-        key.removeprefix("model."): tuple(entry.size)
-        for key, entry in _metadata(checkpoint).state_dict_metadata.items()
-        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
-    own = {k: tuple(v.shape) for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    found = []
-    if missing := sorted(own.keys() - saved.keys()):
-        found.append(f"missing from the checkpoint: {_some(missing)}")
-    if unexpected := sorted(saved.keys() - own.keys()):
-        found.append(f"unknown to the model: {_some(unexpected)}")
-    common = sorted(own.keys() & saved.keys())
-    reshaped = [f"{k} {saved[k]} -> {own[k]}" for k in common if saved[k] != own[k]]
-    if reshaped:
-        found.append(f"of another shape: {_some(reshaped)}")
-    return found
+def _required(source: CheckpointSource, key: str) -> Any:
+    if key not in source.objects:
+        raise CheckpointError(f"{source.path}: holds no {key}; it was saved without one")
+    return source.objects[key]
 
 
-def read_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the caller of `save` passed as `facts`."""
-    return json.loads((checkpoint.path / _FACTS).read_text())
+def read_extra(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the caller of `save` passed as `extra`."""
+    source = CheckpointSource(checkpoint)
+    source.close()
+    return dict(source.objects.get(EXTRA, {}))
 
 
-def _collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state: dict[str, Any] = {f"model.{k}": v for k, v in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        for slot, value in optimizer.state.get(parameter, {}).items():
-            state[f"optim.{name}.{slot}"] = value
-    return state
+def _write(state: State, final: Path, step: int, ranks: Ranks, keep: int) -> Path:
+    path = write_state(state, final, step, ranks)
+    ranks.on_rank0(lambda: store.prune(final.parent, keep))
+    return path
 
 
-def _make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Has the optimizer allocate its slots, which it does in its first step: one that changes
-    nothing."""
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+@torch.no_grad()
+def _copied(state: State) -> State:
+    """The state of this moment, on the CPU: training goes on while it is written."""
+    tensors = {}
+    for key, tensor in state.tensors.items():
+        if isinstance(tensor, DTensor):
+            local = local_of(tensor).detach()
+            kept = local.to("cpu", copy=True)
+            tensors[key] = new_dtensor(DTensor, kept, spec_of(tensor))
+        else:
+            tensors[key] = tensor.detach().to("cpu", copy=True)
+    return State(tensors, dict(state.ties), copy.deepcopy(state.objects))
 
 
-def _drop_unsaved_state(
-    checkpoint: Checkpoint,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    saved: dict[str, Any],
-) -> None:
-    """A parameter that had no gradient yet has no saved state; slots missing otherwise are an
-    error."""
-    for name, parameter in model.named_parameters():
-        slots = [f"optim.{name}.{slot}" for slot in optimizer.state.get(parameter, {})]
-        missing = [key for key in slots if key not in saved]
-        if missing and any(key.startswith(f"optim.{name}.") for key in saved):
-            raise CheckpointError(
-                f"{checkpoint.path}: was saved with another optimizer; it lacks {_some(missing)}"
-            )
-        if missing:
-            del optimizer.state[parameter]
+class _Background:
+    """One save at a time in a thread, with ranks (a process group) of its own."""
 
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._thread: threading.Thread | None = None
+        self.error: CheckpointError | None = None
 
-def _read(path: Path) -> Checkpoint:
-    try:
-        return store.read_checkpoint(path)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+    def start(self, state: State, final: Path, step: int, keep: int) -> None:
+        def run() -> None:
+            try:
+                _write(state, final, step, self._ranks, keep)
+            except ShardwiseError as error:
+                self.error = CheckpointError(str(error))
+            except Exception as error:  # noqa: BLE001 - raised by `wait`
+                text = f"the checkpoint of step {step} could not be written: {error}"
+                self.error = CheckpointError(text)
 
+        # Not a daemon: the interpreter waits for a save that is under way.
+        self._thread = threading.Thread(target=run, name=f"save of step {step}")
+        self._thread.start()
 
-def _metadata(checkpoint: Checkpoint) -> Metadata:
-    return dcp.FileSystemReader(checkpoint.path).read_metadata()
-
-
-def _some(names: list[str], limit: int = 6) -> str:
-    more = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
-
-
-def _root_cause(error: BaseException) -> str:
-    """DCP wraps the error of each rank; the first one says what happened."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        inner = next(iter(failures.values()))
-        return str(inner[0] if isinstance(inner, tuple) else inner)
-    return str(error)
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if (error := self.error) is not None:
+            self.error = None
+            raise error

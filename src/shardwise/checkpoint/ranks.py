@@ -17,43 +17,69 @@ _T = TypeVar("_T")
 
 
 class Ranks:
-    """This rank among the others; every method is collective over `group` (a Gloo group)."""
+    """This rank among the others; every method is collective over `group` (a Gloo group). Without
+    a process group this process is alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+        self._is_alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self._is_alone else dist.get_rank(group)
+        self.world_size = 1 if self._is_alone else dist.get_world_size(group)
         self._cause: Exception | None = None
         # The error that every rank raises now, and the rank that should report it.
         self.agreed_error: Exception | None = None
         self.reporter = 0
 
+    @classmethod
+    def of_job(cls) -> Ranks:
+        """All ranks of the job, over Gloo; this process alone where there is no process group."""
+        if dist.is_initialized() and "gloo" not in dist.get_backend():
+            group = dist.new_group(backend="gloo")
+            assert isinstance(group, dist.ProcessGroup)
+            return cls(group)
+        return cls()
+
+    def separate(self) -> Ranks:
+        """The same ranks with a group of their own, for collectives of another thread. A
+        collective."""
+        if self._is_alone:
+            return Ranks()
+        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        group = dist.new_group(members, backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return Ranks(group)
+
     def on_rank0(self, action: Callable[[], _T]) -> _T:
         """Runs on rank 0; its result, or its error, reaches every rank."""
         box: list[Any] = [self._attempt(action) if self.rank == 0 else None]
-        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        if not self._is_alone:
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
         return self._results(box)[0]
 
     def on_all(self, action: Callable[[], _T]) -> list[_T]:
         """Runs on every rank; all get all results, or the first error."""
-        box: list[Any] = [None] * self.world_size
-        dist.all_gather_object(box, self._attempt(action), group=self.group)
-        return self._results(box)
+        return self._results(self._exchange(self._attempt(action)))
 
     def on_each(self, action: Callable[[], _T]) -> _T:
         """Runs on every rank, returns the rank's own result; one's error is raised on all."""
         result, error = self._attempt(action)
-        box: list[Any] = [None] * self.world_size
-        dist.all_gather_object(box, (None, error), group=self.group)
-        self._results(box)
+        self._results(self._exchange((None, error)))
         return result
 
     def gather_floats(self, values: list[float]) -> torch.Tensor:
         """float64 [world_size, len(values)]: the same cheap exchange for numbers of every step."""
         own = torch.tensor(values, dtype=torch.float64)
+        if self._is_alone:
+            return own.unsqueeze(0)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(rows, own, group=self.group)
         return torch.stack(rows)
+
+    def _exchange(self, own: tuple[Any, Exception | None]) -> list[Any]:
+        box: list[Any] = [own] * self.world_size
+        if not self._is_alone:
+            dist.all_gather_object(box, own, group=self.group)
+        return box
 
     def _attempt(self, action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         try:

@@ -1,47 +1,56 @@
 """Checkpoint directories on disk: what counts as complete, how one appears and how old ones go.
 
     checkpoints/
-        step_00000100/          complete: manifest.json, written last, lists sizes and CRC-32s
+        step_00000100/          complete: manifest.json, written last, lists sizes and checksums
         .saving_step_00000200/  being written; renamed to step_00000200 once complete
         .deleting_...           being deleted: renamed first, so that half of one never counts
 
+Where a step is saved again, the old directory goes aside first; a kill just then leaves a
+`.saving_` that is complete and counts too.
+
 Files and directories are synced before each rename, so `kill -9` or a power cut at any moment
-leaves every earlier checkpoint as it was. Nothing here imports torch or knows what the files hold.
+leaves every earlier checkpoint as it was. The manifest's first line is the checksum of the rest of
+it. Nothing here imports torch or knows what the files hold.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-import os
 import re
 import shutil
-import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.files import CheckedFile, FileEntry, sync_directory, write_synced
+from shardwise.errors import CheckpointError
+
 MANIFEST = "manifest.json"
-_FORMAT = 1
+FORMAT = 2
 _STEP = re.compile(r"step_(\d{8,})")
-_CHUNK_BYTES = 4 * 2**20
+_FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{64})",')
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: its sizes agree with its manifest (contents: `damaged_files`)."""
+    """A complete checkpoint: its sizes agree with its manifest (contents: `verify`)."""
 
     path: Path
     step: int
-    manifest: dict[str, Any]
+    world_size: int
+    files: dict[str, FileEntry]
 
     @property
-    def files(self) -> dict[str, dict[str, int]]:
-        return self.manifest["files"]
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.files.values())
 
-    @property
-    def world_size(self) -> int:
-        return self.manifest["world_size"]
+    def open(self, name: str) -> CheckedFile:
+        if name not in self.files:
+            raise CheckpointError(f"{self.path}: {name} is not in its {MANIFEST}")
+        return CheckedFile(self.path / name, self.files[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +62,67 @@ class Listing:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`; ValueError with the reason if it is incomplete or damaged."""
+    """The checkpoint at `path`; CheckpointError with the reason if it is incomplete or damaged."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        content = (path / MANIFEST).read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"{path}: incomplete (no {MANIFEST})") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: damaged ({MANIFEST}: {error})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise ValueError(f"{path}: not a checkpoint of format {_FORMAT}")
-    for name, entry in manifest["files"].items():
+        what = f"incomplete (no {MANIFEST})" if path.exists() else "no such directory"
+        raise CheckpointError(f"{path}: {what}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error.strerror}") from None
+    manifest = _parse_manifest(path, content)
+    checkpoint = Checkpoint(path, *_checked_fields(path, manifest))
+    for name, entry in checkpoint.files.items():
         try:
             found = (path / name).stat().st_size
         except OSError:
-            raise ValueError(f"{path}: damaged ({name} is missing)") from None
-        if found != entry["size_bytes"]:
-            raise ValueError(
-                f"{path}: damaged ({name} has {found} bytes instead of {entry['size_bytes']})"
+            raise CheckpointError(f"{path}: damaged ({name} is missing)") from None
+        if found != entry.size_bytes:
+            raise CheckpointError(
+                f"{path}: damaged ({name} has {found} bytes instead of {entry.size_bytes})"
             )
-    return Checkpoint(path, manifest["step"], manifest)
+    return checkpoint
+
+
+def _parse_manifest(path: Path, content: bytes) -> dict[str, Any]:
+    first, _, rest = content.partition(b"\n")
+    match = _FIRST_LINE.fullmatch(first)
+    if match is None:
+        _refuse_older(path, content)
+        raise CheckpointError(f"{path}: damaged ({MANIFEST} does not begin with its checksum)")
+    if hashlib.sha256(rest).hexdigest().encode() != match[1]:
+        raise CheckpointError(f"{path}: damaged ({MANIFEST} has another checksum than it says)")
+    manifest = json.loads(content)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path}: is of format {manifest.get('format')}, this version reads {FORMAT}"
+        )
+    return manifest
+
+
+def _refuse_older(path: Path, content: bytes) -> None:
+    """Format 1 was torch.distributed.checkpoint's inside."""
+    try:
+        manifest = json.loads(content)
+    except ValueError:
+        return
+    if isinstance(manifest, dict) and manifest.get("format") == 1:
+        raise CheckpointError(
+            f"{path}: is of format 1; `shardwise checkpoint import {path} NEW` makes it one of "
+            f"format {FORMAT}"
+        )
+
+
+def _checked_fields(path: Path, manifest: dict[str, Any]) -> tuple[int, int, dict[str, FileEntry]]:
+    step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
+    if type(step) is not int or type(world_size) is not int or not isinstance(files, dict):
+        raise CheckpointError(f"{path}: damaged ({MANIFEST} lacks step, world_size or files)")
+    entries = {}
+    for name, value in files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: {MANIFEST} names {name!r}, which is no file name")
+        entries[name] = FileEntry.from_json(value, f"{path / MANIFEST}: {name}")
+    return step, world_size, entries
 
 
 def list_checkpoints(directory: Path) -> Listing:
@@ -82,32 +133,66 @@ def list_checkpoints(directory: Path) -> Listing:
             continue
         try:
             complete.append(read_checkpoint(path))
-        except ValueError as error:
+        except CheckpointError as error:
             skipped.append((path.name, str(error)))
+    complete += _between_renames(directory)
     complete.sort(key=lambda c: c.step, reverse=True)
     return Listing(tuple(complete), tuple(skipped))
 
 
-def begin(directory: Path, step: int) -> Path:
-    """An empty directory to write the checkpoint of `step` into."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f".saving_step_{step:08d}"
+def _between_renames(directory: Path) -> list[Checkpoint]:
+    """Complete ones whose last rename did not happen; see the module docstring."""
+    found = []
+    for path in directory.glob(".saving_step_*"):
+        with contextlib.suppress(CheckpointError):
+            if not _final(path).exists():
+                found.append(read_checkpoint(path))
+    return found
+
+
+def _final(saving: Path) -> Path:
+    return saving.with_name(saving.name.removeprefix(".saving_"))
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def begin(final: Path) -> Path:
+    """An empty directory to write the checkpoint `final` into, beside it."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    path = final.with_name(f".saving_{final.name}")
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
     return path
 
 
-def commit(saving: Path, step: int, world_size: int, files: dict[str, dict[str, int]]) -> Path:
+def commit(saving: Path, step: int, world_size: int, files: dict[str, FileEntry]) -> Path:
     """Makes a written directory count: manifest last, then the rename. Returns its final path."""
-    manifest = {"format": _FORMAT, "step": step, "world_size": world_size, "files": files}
-    write_synced(saving / MANIFEST, json.dumps(manifest, indent=1).encode())
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "world_size": world_size,
+        "files": {name: files[name].to_json() for name in sorted(files)},
+    }
+    rest = json.dumps(manifest, indent=1).encode().removeprefix(b"{\n")
+    first = b'{"checksum": "%s",' % hashlib.sha256(rest).hexdigest().encode()
+    write_synced(saving / MANIFEST, first + b"\n" + rest)
     sync_directory(saving)
-    final = saving.parent / f"step_{step:08d}"
-    if final.exists():  # an incomplete or damaged one: resuming never saves a complete step again
-        _delete(final)
+    final = _final(saving)
+    old = final.with_name(f".deleting_{final.name}")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
     saving.rename(final)
     sync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def discard(saving: Path) -> None:
+    """What could not be finished gives its space back."""
+    shutil.rmtree(saving, ignore_errors=True)
 
 
 def prune(directory: Path, keep: int) -> None:
@@ -119,52 +204,27 @@ def prune(directory: Path, keep: int) -> None:
 
 
 def clean(directory: Path) -> None:
-    """Removes what a killed run left half-written or half-deleted."""
-    for pattern in (".saving_step_*", ".deleting_step_*"):
+    """Removes what a killed run left half-written or half-deleted, and ends what lacked only its
+    last rename."""
+    for checkpoint in _between_renames(directory):
+        checkpoint.path.rename(_final(checkpoint.path))
+        sync_directory(directory)
+    for pattern in (".saving_*", ".deleting_*", ".rehearsal_*"):
         for path in directory.glob(pattern):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def describe_files(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
-    """Manifest entries of files."""
-    return {p.name: {"size_bytes": p.stat().st_size, "crc32": _crc32(p)} for p in sorted(paths)}
-
-
-def damaged_files(checkpoint: Checkpoint, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Names of files whose contents differ from the manifest; reads every `num_parts`-th, from
-    `part`."""
+def verify(checkpoint: Checkpoint, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """What is wrong with the contents, a line for each damaged file; reads every `num_parts`-th
+    block, from `part`."""
     damaged = []
-    for name in sorted(checkpoint.files)[part::num_parts]:
+    for name in sorted(checkpoint.files):
         try:
-            if _crc32(checkpoint.path / name) != checkpoint.files[name]["crc32"]:
-                damaged.append(name)
-        except OSError:
-            damaged.append(name)
+            with checkpoint.open(name) as file:
+                file.verify(part, num_parts)
+        except CheckpointError as error:
+            damaged.append(str(error))
     return damaged
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file so that readers, and a crash, see the old or the new content, never a
-    mixture."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    write_synced(temporary, content)
-    temporary.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _delete(path: Path) -> None:
@@ -172,11 +232,3 @@ def _delete(path: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value

@@ -151,6 +151,10 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto: continue the run directory; off: refuse one that holds checkpoints; or a checkpoint to
     start from."""
+    background: bool = False
+    """Write in a thread while training goes on; costs a copy of this rank's shards in memory."""
+    rehearsal: bool = True
+    """After the first step of a start, save once for trial: permissions and space show at once."""
 
 
 @dataclass(frozen=True, slots=True)

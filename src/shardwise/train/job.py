@@ -7,6 +7,7 @@ import torch
 
 import shardwise
 from shardwise.checkpoint import store
+from shardwise.checkpoint.files import replace_file
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
@@ -20,7 +21,7 @@ from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import build_model, shard_and_fill
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.resume import find_start
-from shardwise.train.run_dir import RunDir, finished
+from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.stop import StopRequest
 
 
@@ -34,6 +35,7 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
     try:
         ranks.on_rank0(run_dir.check)
         ranks.on_rank0(run_dir.lock)
+        ranks.on_rank0(lambda: check_named(config))
         if done := ranks.on_rank0(lambda: finished(config)):
             if ranks.rank == 0:
                 print(done, flush=True)
@@ -63,7 +65,12 @@ def _build(
     numerics.set_up(config)
     data = ranks.on_each(lambda: open_data(config, search_dir))
     model = ranks.on_each(lambda: build_model(config, search_dir))
-    manager = CheckpointManager(run_dir.checkpoints, ranks, keep=config.checkpoint.keep)
+    manager = CheckpointManager(
+        run_dir.checkpoints,
+        ranks,
+        keep=config.checkpoint.keep,
+        background=config.checkpoint.background,
+    )
     start, notes = find_start(config, manager, ranks, data, model, device)
     if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
@@ -75,8 +82,9 @@ def _build(
     step = position = 0
     seed_rng(config.run.seed, step, ranks.rank)
     if start is not None:
-        restored = manager.load(start, model, optimizer)
-        step, position = start.step, restored.facts["position"]
+        # Learning rate and decay are configuration: a changed one takes effect.
+        restored = manager.load(start, model, optimizer, options=False)
+        step, position = start.step, restored.extra["position"]
         notes.append(f"continuing from {start.path}")
         if not restored.rng_restored and config.run.reproducible != "any_world":
             seed_rng(config.run.seed, step, ranks.rank)
@@ -107,7 +115,7 @@ def _build(
 def _open_run_dir(config: Config, run_dir: RunDir) -> None:
     run_dir.create()
     store.clean(run_dir.checkpoints)
-    store.replace_file(run_dir.config_file, config_as_toml(config).encode())
+    replace_file(run_dir.config_file, config_as_toml(config).encode())
 
 
 def _describe(job: Job) -> str:

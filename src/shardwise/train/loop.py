@@ -65,7 +65,7 @@ def run_steps(job: Job) -> str:
 
 
 def _steps(job: Job, order: SampleOrder, buffers: list[Tensor], run: ReproducibleRun | None) -> str:
-    config, saved_step = job.config, job.step
+    config, saved_step, first_step = job.config, job.step, job.step + 1
     while job.step < config.train.steps:
         row, stopped = _train_step(job, order, run)
         _average(buffers, job.ranks.world_size)
@@ -78,8 +78,12 @@ def _steps(job: Job, order: SampleOrder, buffers: list[Tensor], run: Reproducibl
         if last or stopped or (config.checkpoint.every and job.step % config.checkpoint.every == 0):
             save(job)
             saved_step = job.step
+        elif job.step == first_step and config.checkpoint.rehearsal:
+            job.checkpoints.rehearse(job.step, job.model, job.optimizer, extra=_extra(job))
         if stopped and not last:
+            job.checkpoints.close()
             return f"stopped by {stopped} after step {saved_step}, saved; start again to continue"
+    job.checkpoints.close()
     return f"finished step {job.step}"
 
 
@@ -103,9 +107,13 @@ def _train_step(
 
     names = sorted(means)
     numbers = [means[name] for name in names]
-    table = job.ranks.gather_floats([bool(job.stop.by), _peak_memory_bytes(job.device), *numbers])
+    save_failed = job.checkpoints.check() is not None
+    asked = [bool(job.stop.by), _peak_memory_bytes(job.device), save_failed]
+    table = job.ranks.gather_floats([*asked, *numbers])
+    if table[:, 2].any():  # in the background, on all ranks
+        job.checkpoints.wait()
     if run is None:
-        means = dict(zip(names, table[:, 2:].mean(dim=0).tolist(), strict=True))
+        means = dict(zip(names, table[:, 3:].mean(dim=0).tolist(), strict=True))
     _check_finite(means["loss"], "loss", job)
     max_norm = config.train.grad_clip or math.inf
     grad_norm = float(clip_grad_norm_(job.model.parameters(), max_norm))
@@ -190,14 +198,17 @@ def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
 def save(job: Job) -> None:
     if job.metrics is not None:
         job.metrics.sync()
-    facts = {
+    job.checkpoints.save(job.step, job.model, job.optimizer, extra=_extra(job))
+
+
+def _extra(job: Job) -> dict[str, Any]:
+    return {
         "position": job.position,
         "data": job.data.fingerprint,
         "seed": job.config.run.seed,
         "numerics": numerics.facts(job.config, job.device, job.ranks.world_size),
         "config": config_as_dict(job.config),
     }
-    job.checkpoints.save(job.step, job.model, job.optimizer, facts)
 
 
 def _outputs(result: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.store import replace_file
+from shardwise.checkpoint.files import replace_file
 
 
 class MetricsFile:

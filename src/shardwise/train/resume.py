@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.checkpoint.manager import CheckpointManager, differences, read_facts
+from shardwise.checkpoint.loading import differences
+from shardwise.checkpoint.manager import CheckpointManager, read_extra
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.store import Checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train import numerics
@@ -58,12 +60,14 @@ def _open_named(manager: CheckpointManager, path: Path) -> Checkpoint:
 
 
 def _check(checkpoint: Checkpoint, config: Config, data: Data, model: nn.Module) -> None:
-    if found := differences(checkpoint, model):
+    source = CheckpointSource(checkpoint)
+    source.close()
+    if found := differences(source, model, cast=False):
         raise ConfigError(
-            f"{checkpoint.path}: is of another model: {'; '.join(found)}. "
+            f"{checkpoint.path}: is of another model: {found}. "
             "Use another run.dir, or the [model] that it was made with"
         )
-    facts = read_facts(checkpoint)
+    facts = read_extra(checkpoint)
     if (facts["data"], facts["seed"]) != (data.fingerprint, config.run.seed):
         was, now = (
             f"[{f} seed={s}]"
@@ -78,7 +82,7 @@ def _check(checkpoint: Checkpoint, config: Config, data: Data, model: nn.Module)
 def _check_numerics(
     checkpoint: Checkpoint, config: Config, device: torch.device, ranks: Ranks
 ) -> None:
-    saved = read_facts(checkpoint).get("numerics")
+    saved = read_extra(checkpoint).get("numerics")
     if found := numerics.changes(config, saved, device, ranks):
         raise ConfigError(
             f"{checkpoint.path}: run.reproducible = {config.run.reproducible} cannot give the "

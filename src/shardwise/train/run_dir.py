@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.store import Checkpoint, list_checkpoints
-from shardwise.errors import ConfigError
+from shardwise.checkpoint.store import Checkpoint, list_checkpoints, read_checkpoint
+from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config
 from shardwise.train.config_file import config_as_dict, load_config
 from shardwise.train.metrics import read_metrics
@@ -93,6 +93,16 @@ class RunDir:
             for key in sorted(now[section].keys() | before[section].keys())
             if now[section].get(key) != before[section].get(key)
         ]
+
+
+def check_named(config: Config) -> None:
+    """A checkpoint that the user names must be one, whether it is needed or not."""
+    if config.checkpoint.resume in ("auto", "off"):
+        return
+    try:
+        read_checkpoint(Path(config.checkpoint.resume).expanduser())
+    except CheckpointError as error:
+        raise ConfigError(f"checkpoint.resume: {error}") from None
 
 
 def finished(config: Config) -> str:

@@ -1,0 +1,241 @@
+"""Files whose every block has a checksum: written once from front to back, verified as they are
+read.
+
+A file is cut into blocks of `BLOCK_BYTES`; the manifest holds one checksum for each (the first 64
+bits of SHA-256, which processors compute faster than CRC-32). So a rank that needs a few rows reads
+and verifies the blocks around them and nothing else, and no byte is used before its block was
+verified. Reads go through `pread`, not through a memory map: mapped pages count as memory of the
+process, and a file that is truncated under a map ends it with SIGBUS. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shardwise.errors import CheckpointError
+
+BLOCK_BYTES = 2**20
+_HEX_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What the manifest knows of a file: its size, and the checksums of its blocks in a row."""
+
+    size_bytes: int
+    checksums: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size_bytes": self.size_bytes, "checksums": self.checksums}
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> FileEntry:
+        size, sums = (
+            (value.get("size_bytes"), value.get("checksums"))
+            if isinstance(value, dict)
+            else (None, None)
+        )
+        if type(size) is not int or size < 0 or not isinstance(sums, str):
+            raise CheckpointError(f"{where}: expected size_bytes and checksums, found {value!r}")
+        if len(sums) != _num_blocks(size) * _HEX_DIGITS:
+            raise CheckpointError(
+                f"{where}: {size} bytes have {_num_blocks(size)} blocks, found "
+                f"{len(sums) / _HEX_DIGITS:g} checksums"
+            )
+        return cls(size, sums)
+
+    def of_block(self, block: int) -> str:
+        return self.checksums[block * _HEX_DIGITS : (block + 1) * _HEX_DIGITS]
+
+    @property
+    def num_blocks(self) -> int:
+        return _num_blocks(self.size_bytes)
+
+
+def _num_blocks(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES)
+
+
+class CheckedWriter:
+    """Writes a file of a size that is known before; its space is reserved at once, so that a full
+    disk shows here."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self.path, self.size_bytes, self._written = path, size_bytes, 0
+        self._sums: list[str] = []
+        self._hash, self._in_block = hashlib.sha256(), 0
+        self._file = path.open("wb", buffering=0)
+        try:
+            if size_bytes:
+                os.posix_fallocate(self._file.fileno(), 0, size_bytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                self._file.close()
+                raise
+
+    def write(self, content: bytes | bytearray | memoryview) -> None:
+        view = memoryview(content).cast("B") if not isinstance(content, bytes) else content
+        start = 0
+        while start < len(view):
+            take = min(BLOCK_BYTES - self._in_block, len(view) - start)
+            part = view[start : start + take]
+            write_all(self._file.fileno(), part)
+            self._hash.update(part)
+            self._in_block += take
+            start += take
+            if self._in_block == BLOCK_BYTES:
+                self._end_block()
+        self._written += len(view)
+
+    def _end_block(self) -> None:
+        self._sums.append(self._hash.hexdigest()[:_HEX_DIGITS])
+        self._hash, self._in_block = hashlib.sha256(), 0
+
+    def finish(self) -> FileEntry:
+        """Syncs and closes; the manifest's entry."""
+        if self._in_block:
+            self._end_block()
+        assert self._written == self.size_bytes, f"{self.path}: {self._written} bytes written"
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileEntry(self.size_bytes, "".join(self._sums))
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+def write_all(descriptor: int, content: Any) -> None:
+    """`os.write` until everything is out: one call may write a part."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+class CheckedFile:
+    """Reads parts of a file, each block verified before it is used.
+
+    Without an entry (foreign files have no checksums) only sizes are checked. One block is kept:
+    the small tensors of a file lie side by side.
+    """
+
+    def __init__(self, path: Path, entry: FileEntry | None = None) -> None:
+        self.path, self._entry, self._held = path, entry, -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
+        self.size_bytes = os.fstat(self._descriptor).st_size
+        if entry is not None and self.size_bytes != entry.size_bytes:
+            self.close()
+            raise CheckpointError(
+                f"{path}: damaged: {self.size_bytes} bytes instead of {entry.size_bytes}"
+            )
+        self._block = bytearray(min(BLOCK_BYTES, self.size_bytes)) if entry is not None else b""
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fills `out` (bytes) with what stands at `offset`."""
+        if offset < 0 or offset + len(out) > self.size_bytes:
+            raise CheckpointError(
+                f"{self.path}: damaged: bytes {offset} to {offset + len(out)} are wanted, the "
+                f"file has {self.size_bytes}"
+            )
+        if self._entry is None:
+            self._pread(offset, out)
+            return
+        done = 0
+        while done < len(out):
+            block, start = divmod(offset + done, BLOCK_BYTES)
+            self._hold(block)
+            take = min(BLOCK_BYTES - start, len(out) - done)
+            out[done : done + take] = memoryview(self._block)[start : start + take]
+            done += take
+
+    def read(self, offset: int, size_bytes: int) -> bytes:
+        buffer = bytearray(size_bytes)
+        self.read_into(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def verify(self, part: int = 0, num_parts: int = 1) -> None:
+        """Reads every `num_parts`-th block, from `part`; CheckpointError at the first bad one."""
+        assert self._entry is not None
+        for block in range(part, self._entry.num_blocks, num_parts):
+            self._hold(block)
+
+    def _hold(self, block: int) -> None:
+        if block == self._held:
+            return
+        assert self._entry is not None
+        self._held = -1
+        start = block * BLOCK_BYTES
+        view = memoryview(self._block)[: min(BLOCK_BYTES, self.size_bytes - start)]
+        self._pread(start, view)
+        found, wanted = hashlib.sha256(view).hexdigest()[:_HEX_DIGITS], self._entry.of_block(block)
+        if found != wanted:
+            raise CheckpointError(
+                f"{self.path}: damaged: bytes {start} to {start + len(view)} have checksum "
+                f"{found}, the manifest says {wanted}"
+            )
+        self._held = block
+
+    def _pread(self, offset: int, out: memoryview) -> None:
+        while out:
+            try:
+                count = os.preadv(self._descriptor, [out[: 2**30]], offset)
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error.strerror}") from None
+            if not count:
+                raise CheckpointError(f"{self.path}: damaged: ends at byte {offset}")
+            offset, out = offset + count, out[count:]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def write_checked(path: Path, content: bytes) -> FileEntry:
+    """A small file at once."""
+    writer = CheckedWriter(path, len(content))
+    writer.write(content)
+    return writer.finish()
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file so that readers, and a crash, see the old or the new content, never a
+    mixture."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_synced(temporary, content)
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

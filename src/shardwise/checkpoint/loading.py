@@ -1,0 +1,253 @@
+"""Reads a source into models and optimizers, straight into the shards of this rank.
+
+Names and shapes are compared first, and all differences come in one error, before anything is
+changed. Then each rank reads the boxes that it holds: the peak is its shards and one piece (see
+`source`). Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
+from torch.optim import Optimizer
+
+from shardwise._torch_compat import local_of, spec_of
+from shardwise.checkpoint.placement import is_on_meta, local_part
+from shardwise.checkpoint.source import Source, resolved
+from shardwise.checkpoint.state import (
+    GROUPS,
+    MODEL,
+    OPTIM,
+    Optimizers,
+    State,
+    as_list,
+    parameter_names,
+)
+from shardwise.engine.grad_utils import mark_dirty
+from shardwise.engine.shard_tensor import ShardTensor
+from shardwise.errors import CheckpointError
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(slots=True)
+class Differences:
+    """How a source and a model differ, in one report."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+    recast: list[str] = field(default_factory=list)
+    retied: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.reshaped or self.recast or self.retied)
+
+    def __str__(self) -> str:
+        parts = [
+            ("missing from the checkpoint", self.missing),
+            ("unknown to the model", self.unexpected),
+            ("of another shape", self.reshaped),
+            ("of another dtype", self.recast),
+            ("one tensor in the model, two in the checkpoint", self.retied),
+        ]
+        return "; ".join(f"{what}: {some(sorted(names))}" for what, names in parts if names)
+
+
+def some(names: list[str], limit: int = 6) -> str:
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def differences(source: Source, model: nn.Module, *, cast: bool = True) -> Differences:
+    """Compares names and shapes (and dtypes unless `cast`) of a model with a source."""
+    own = State()
+    own.add_model(model)
+    found = Differences()
+    for key, tensor in own.tensors.items():
+        name, stored = key.removeprefix(MODEL), resolved(source, key)
+        if stored is None:
+            aliases = [a for a, k in own.ties.items() if k == key and resolved(source, a)]
+            stored = resolved(source, aliases[0]) if aliases else None
+        if stored is None:
+            found.missing.append(name)
+            continue
+        info = source.tensors[stored]
+        if info.shape != tuple(tensor.shape):
+            found.reshaped.append(f"{name} {info.shape} -> {tuple(tensor.shape)}")
+        elif info.dtype != tensor.dtype and not cast:
+            found.recast.append(f"{name} {info.dtype} -> {tensor.dtype}")
+    known = own.tensors.keys() | own.ties.keys() | own.objects.keys()
+    held = [*source.tensors, *source.ties, *source.objects]
+    stray = sorted(k for k in held if k.startswith(MODEL) and k not in known)
+    found.unexpected += [k.removeprefix(MODEL) for k in stray]
+    absent = sorted(k for k in own.objects if k not in source.objects)
+    found.missing += [k.removeprefix(MODEL) for k in absent]
+    return found
+
+
+def check_model(
+    source: Source, model: nn.Module, *, strict: bool = True, cast: bool = False
+) -> Differences:
+    """What `load_model` refuses, before anything is changed."""
+    found = differences(source, model, cast=cast)
+    if found.reshaped or found.recast or (strict and found):
+        raise CheckpointError(f"{source.path}: does not fit the model: {found}")
+    return found
+
+
+def load_model(
+    source: Source, model: nn.Module, *, strict: bool = True, cast: bool = False
+) -> Differences:
+    """Fills a model. With `strict=False` what is missing or unexpected is returned, not refused;
+    shapes and, unless `cast`, dtypes must fit anyway."""
+    found = check_model(source, model, strict=strict, cast=cast)
+    own = State()
+    own.add_model(model)
+    _check_on_device(own.tensors)
+    for key, tensor in own.tensors.items():
+        names = [key, *(alias for alias, target in own.ties.items() if target == key)]
+        stored = sorted({s for n in names if (s := resolved(source, n)) is not None})
+        if stored:
+            fill(source, stored[0], tensor)
+        for other in stored[1:]:
+            if not holds(source, other, tensor):
+                found.retied.append(f"{' = '.join(n.removeprefix(MODEL) for n in names)}")
+    mark_dirty(model)
+    if found.retied:
+        raise CheckpointError(f"{source.path}: does not fit the model: {found}")
+    _set_extra_state(source, model, own)
+    return found
+
+
+def _check_on_device(tensors: dict[str, Tensor]) -> None:
+    waiting = [k.removeprefix(MODEL) for k, t in tensors.items() if is_on_meta(t)]
+    if waiting:
+        raise CheckpointError(
+            f"the model is on the meta device ({some(waiting)}); call shardwise.materialize or "
+            "model.to_empty before, or use shardwise.load_pretrained"
+        )
+
+
+def _set_extra_state(source: Source, model: nn.Module, own: State) -> None:
+    for key in own.objects:
+        if key in source.objects:
+            name = key.removeprefix(MODEL).removesuffix(_EXTRA_STATE).removesuffix(".")
+            model.get_submodule(name).set_extra_state(source.objects[key])
+
+
+@torch.no_grad()
+def fill(source: Source, key: str, tensor: Tensor) -> None:
+    """Reads this rank's part of a tensor."""
+    local, box, _ = local_part(tensor, key)
+    source.read(key, box, local)
+
+
+def holds(source: Source, key: str, tensor: Tensor) -> bool:
+    """Whether this rank's part of `tensor` is what the source says."""
+    local, box, _ = local_part(tensor, key)
+    if source.tensors[key].shape != tuple(tensor.shape):
+        return False
+    other = torch.empty_like(local)
+    source.read(key, box, other)
+    return bool(((other == local) | (other != other) & (local != local)).all())
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+def load_optimizers(
+    source: Source, model: nn.Module, optimizers: Optimizers, *, options: bool = True
+) -> None:
+    """Gives optimizers the state that the source has, and no other: a parameter without state in
+    it has none afterwards. With `options`, groups take their learning rate and so on from the
+    groups that held the same parameters."""
+    names, many = parameter_names(model), as_list(optimizers)
+    owned = {names[id(p)]: (o, g, p) for o, g, p in _owned(many) if id(p) in names}
+    slots = _saved_slots(source, set(owned))
+    groups = _matched_groups(source, many, names) if options else []
+    state = {n: _slots_of(source, n, *owned[n], slots[n]) for n in owned if n in slots}
+    for name, (optimizer, _, parameter) in owned.items():
+        optimizer.state.pop(parameter, None)
+        if name in state:
+            optimizer.state[parameter] = state[name]
+    for group, saved in groups:
+        group.update(saved)
+
+
+def _owned(optimizers: list[Optimizer]) -> list[tuple[Optimizer, dict[str, Any], Tensor]]:
+    return [(o, g, p) for o in optimizers for g in o.param_groups for p in g["params"]]
+
+
+def _saved_slots(source: Source, owned: set[str]) -> dict[str, list[str]]:
+    """{parameter: slots}; CheckpointError where state would be lost."""
+    found: dict[str, list[str]] = {}
+    for key in [*source.tensors, *source.objects]:
+        if key.startswith(OPTIM) and key != GROUPS:
+            name, _, slot = key.removeprefix(OPTIM).rpartition(".")
+            found.setdefault(name, []).append(slot)
+    if lost := sorted(found.keys() - owned):
+        raise CheckpointError(
+            f"{source.path}: holds optimizer state of parameters that the optimizer does not have "
+            f"(frozen, or of another model?): {some(lost)}"
+        )
+    return found
+
+
+def _slots_of(
+    source: Source,
+    name: str,
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameter: Tensor,
+    slots: list[str],
+) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for slot in slots:
+        key = f"{OPTIM}{name}.{slot}"
+        if key in source.objects:
+            made[slot] = source.objects[key]
+            continue
+        tensor = _empty_slot(source, key, group, parameter)
+        fill(source, key, tensor)
+        made[slot] = tensor
+    return made
+
+
+def _empty_slot(source: Source, key: str, group: dict[str, Any], parameter: Tensor) -> Tensor:
+    """A tensor for a slot: laid out like the parameter where it has its shape, else as it was."""
+    info = source.tensors[key]
+    if info.shape == tuple(parameter.shape) and (info.shape or info.dim is not None):
+        return torch.zeros_like(parameter, dtype=info.dtype, requires_grad=False).detach()
+    device = local_of(parameter).device if isinstance(parameter, DTensor) else parameter.device
+    if not info.shape and not (group.get("capturable") or group.get("fused")):
+        device = torch.device("cpu")  # step counts: where torch's optimizers keep them
+    if info.dim is None or not isinstance(parameter, DTensor):
+        return torch.zeros(info.shape, dtype=info.dtype, device=device)
+    placements = [Shard(info.dim) if p.is_shard() else Replicate() for p in parameter.placements]
+    made = zeros(
+        *info.shape, dtype=info.dtype, device_mesh=parameter.device_mesh, placements=placements
+    )
+    return ShardTensor(local_of(made), spec_of(made)) if type(parameter) is ShardTensor else made
+
+
+def _matched_groups(
+    source: Source, optimizers: list[Optimizer], names: dict[int, str]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each group, the options of the saved groups that held its parameters."""
+    saved = {n: g["options"] for g in source.objects.get(GROUPS, ()) for n in g["params"]}
+    found = []
+    for position, group in enumerate(g for o in optimizers for g in o.param_groups):
+        here = [names[id(p)] for p in group["params"] if id(p) in names]
+        options = [saved[n] for n in here if n in saved]
+        if not options:
+            continue
+        if any(str(o) != str(options[0]) for o in options):
+            raise CheckpointError(
+                f"{source.path}: the parameters of group {position} ({some(here)}) were in groups "
+                "with different options; group them as before, or load with options=False"
+            )
+        found.append((group, options[0]))
+    return found

@@ -1,0 +1,94 @@
+"""The state of models, optimizers and the process, as one flat set of named tensors and values.
+
+    model.<name>                 parameters and persistent buffers, as state_dict() names them
+    optim.<parameter>.<slot>     what an optimizer keeps for a parameter, by the parameter's name
+    rng.<rank>.<kind>            random state
+    objects: optim.groups        parameter groups: names of their parameters, options
+             scheduler, extra    what the caller gives
+
+Several optimizers may share the parameters of a model among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.errors import CheckpointError
+
+MODEL, OPTIM, RNG = "model.", "optim.", "rng."
+GROUPS, SCHEDULER, EXTRA = "optim.groups", "scheduler", "extra"
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+@dataclass(slots=True)
+class State:
+    """Tensors by key (sharded or plain), other names of the same tensors, values."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+    def add_model(self, model: nn.Module) -> None:
+        seen: dict[int, str] = {}
+        # keep_vars: the tensors themselves, so that one under two names is seen to be one.
+        for name, value in model.state_dict(keep_vars=True).items():
+            key = MODEL + name
+            if not isinstance(value, Tensor):  # get_extra_state()
+                self.objects[key] = value
+            elif id(value) in seen:
+                self.ties[key] = seen[id(value)]
+            else:
+                seen[id(value)] = key
+                self.tensors[key] = value
+
+    def add_optimizers(self, model: nn.Module, optimizers: Optimizers) -> None:
+        names = parameter_names(model)
+        groups: list[dict[str, Any]] = []
+        for optimizer in as_list(optimizers):
+            for position, group in enumerate(optimizer.param_groups):
+                owned = [_named(p, names, optimizer, position) for p in group["params"]]
+                options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                groups.append({"params": owned, "options": options})
+                for name, parameter in zip(owned, group["params"], strict=True):
+                    self._add_slots(name, optimizer.state.get(parameter, {}))
+        if groups:
+            self.objects[GROUPS] = groups
+
+    def _add_slots(self, name: str, slots: dict[str, Any]) -> None:
+        for slot, value in slots.items():
+            if not isinstance(slot, str) or "." in slot:
+                raise CheckpointError(
+                    f"{name}: optimizer state {slot!r} cannot be saved; names are strings without "
+                    "dots"
+                )
+            key = f"{OPTIM}{name}.{slot}"
+            if isinstance(value, Tensor):
+                self.tensors[key] = value
+            else:
+                self.objects[key] = value
+
+
+def as_list(optimizers: Optimizers) -> list[Optimizer]:
+    if optimizers is None:
+        return []
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def _named(parameter: Tensor, names: dict[int, str], optimizer: Optimizer, position: int) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}: parameter group {position} holds a tensor of shape "
+            f"{tuple(parameter.shape)} that is no parameter of the model; make the optimizer from "
+            "model.parameters() after sharding"
+        )
+    return name
