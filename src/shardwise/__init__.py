@@ -10,8 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.manager import CheckpointManager
     from shardwise.checkpoint.optimizer_state import get_optimizer_state_dict
     from shardwise.comm.limits import set_wait_limit
+    from shardwise.checkpoint.pretrained import (
+        load_full_state_dict,
+        load_pretrained,
+        save_pretrained,
+    )
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
     from shardwise.engine.copies import full_parameters
@@ -41,6 +47,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CPUOffloadPolicy": "layout",
     "DataParallelMeshDims": "layout",
+    "CheckpointManager": "checkpoint.manager",
     "FSDPModule": "engine.module",
     "MicroBatch": "engine.reproducible",
     "MixedPrecisionPolicy": "layout",
@@ -58,12 +65,15 @@ _HOMES = {
     "get_optimizer_state_dict": "checkpoint.optimizer_state",
     "global_mean": "engine.token_mean",
     "join": "engine.join",
+    "load_full_state_dict": "checkpoint.pretrained",
+    "load_pretrained": "checkpoint.pretrained",
     "mark_dirty": "engine.grad_utils",
     "materialize": "engine.materialize",
     "no_sync": "engine.grad_utils",
     "record_events": "engine.inspect",
     "register_fsdp_forward_method": "engine.module",
     "reproducible": "engine.reproducible",
+    "save_pretrained": "checkpoint.pretrained",
     "set_prefetch": "engine.prefetch",
     "set_wait_limit": "comm.limits",
     "shard_model": "engine.shard_model",
@@ -73,6 +83,7 @@ _HOMES = {
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "CheckpointManager",
     "FSDPModule",
     "MicroBatch",
     "MixedPrecisionPolicy",
@@ -90,12 +101,15 @@ __all__ = [
     "get_optimizer_state_dict",
     "global_mean",
     "join",
+    "load_full_state_dict",
+    "load_pretrained",
     "mark_dirty",
     "materialize",
     "no_sync",
     "record_events",
     "register_fsdp_forward_method",
     "reproducible",
+    "save_pretrained",
     "set_prefetch",
     "set_wait_limit",
     "shard_model",

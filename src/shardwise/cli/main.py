@@ -23,6 +23,10 @@ _COMMANDS = {
         "shardwise.bench.command",
         "compare engines on one model: time, memory, communication",
     ),
+    "checkpoint": (
+        "shardwise.cli.checkpoint",
+        "list, verify, compare, import, export and convert checkpoints",
+    ),
 }
 
 

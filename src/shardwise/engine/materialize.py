@@ -48,7 +48,7 @@ def materialize(
     target = torch.device(device) if device is not None else units[0].mesh.device
     waiting = {name: held for name, m in model.named_modules() if (held := _meta_names(m))}
     for name in waiting:
-        if init is None and _initialiser(model.get_submodule(name)) is None:
+        if init is None and module_initialiser(model.get_submodule(name)) is None:
             raise RuntimeError(
                 f"{name or type(model).__name__}: holds {', '.join(waiting[name])} on the meta "
                 f"device and has none of "
@@ -63,7 +63,7 @@ def materialize(
             torch.manual_seed(seed)
         for name in waiting:
             module = model.get_submodule(name)
-            call = init if init is not None else _initialiser(module)
+            call = init if init is not None else module_initialiser(module)
             assert call is not None
             call(module) if init is not None else call()  # type: ignore[call-arg]
     return model
@@ -74,7 +74,8 @@ def _meta_names(module: nn.Module) -> list[str]:
     return [name for name, tensor in held if tensor is not None and tensor.is_meta]
 
 
-def _initialiser(module: nn.Module) -> Callable[[], None] | None:
+def module_initialiser(module: nn.Module) -> Callable[[], None] | None:
+    """How a module fills its own tensors; None if it has no way."""
     for name in _INITIALISERS:
         method = getattr(module, name, None)
         if callable(method):

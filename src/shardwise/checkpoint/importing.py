@@ -1,0 +1,99 @@
+"""Finds out what lies at a path and opens it as a source; makes a checkpoint of one.
+
+a checkpoint of ours, a directory of them (the newest), a run directory
+a Hugging Face directory or a .safetensors file          safetensors_dir
+torch.distributed.checkpoint                             import_dcp
+DeepSpeed ZeRO-3                                         import_deepspeed
+a torch.save file of a full state dict                   import_torch
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.checkpoint import store
+from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.files import CheckedWriter, write_checked
+from shardwise.checkpoint.import_dcp import METADATA, DcpSource
+from shardwise.checkpoint.import_deepspeed import DeepSpeedSource, find_tag
+from shardwise.checkpoint.import_torch import TensorSource, torch_source
+from shardwise.checkpoint.index import INDEX, Chunk, Index
+from shardwise.checkpoint.safetensors_dir import SafetensorsSource, begin_directory, pieces
+from shardwise.checkpoint.safetensors_file import lay_out
+from shardwise.checkpoint.source import CheckpointSource, Source
+from shardwise.checkpoint.writing import file_name
+from shardwise.errors import CheckpointError
+
+
+def open_source(path: Path | str) -> Source:
+    """The source at a path; CheckpointError if nothing known is there."""
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or directory")
+    if path.is_file():
+        if path.suffix == ".safetensors":
+            return SafetensorsSource(path)
+        return torch_source(path)
+    if (path / METADATA).exists():  # also of our format 1
+        return DcpSource(path)
+    if (path / store.MANIFEST).exists():
+        return CheckpointSource(store.read_checkpoint(path))
+    if any(path.glob("*.safetensors")):
+        return SafetensorsSource(path)
+    if (tag := find_tag(path)) is not None:
+        return DeepSpeedSource(tag)
+    if (newest := newest_in(path)) is not None:
+        return CheckpointSource(newest)
+    binaries = sorted(path.glob("pytorch_model*.bin"))
+    if binaries:
+        return _joined(path, [torch_source(p) for p in binaries])
+    raise CheckpointError(
+        f"{path}: holds no checkpoint that is known here (looked for {store.MANIFEST}, {METADATA}, "
+        "*.safetensors, DeepSpeed's latest, step_*, pytorch_model*.bin)"
+    )
+
+
+def newest_in(path: Path) -> store.Checkpoint | None:
+    """The newest complete checkpoint of a checkpoints or run directory."""
+    for directory in (path, path / "checkpoints"):
+        listing = store.list_checkpoints(directory)
+        if listing.complete:
+            return listing.complete[0]
+        if listing.skipped:
+            raise CheckpointError("; ".join(text for _, text in listing.skipped))
+    return None
+
+
+def _joined(path: Path, sources: list[TensorSource]) -> TensorSource:
+    tensors = {key: t for source in sources for key, t in source.held.items()}
+    return TensorSource(path, tensors, {})
+
+
+def import_checkpoint(source: Source, final: Path) -> Path:
+    """Makes a checkpoint of ours from a source, in pieces, by this process alone."""
+    entries = [(key, info.dtype, info.shape) for key, info in sorted(source.tensors.items())]
+    layout, name = lay_out(entries, {"format": "pt"}), file_name(0)
+    chunks: dict[str, tuple[Chunk, ...]] = {
+        s.name: (Chunk(name, s.offset, Box.whole(s.shape)),) for s in layout.tensors
+    }
+    tensors = dict(source.tensors)
+    index = Index(tensors, chunks, dict(source.ties), dict(source.objects))
+    content = index.to_bytes()  # what cannot be said shows before anything is written
+    saving = begin_directory(final)
+    try:
+        writer = CheckedWriter(saving / name, layout.size_bytes)
+        try:
+            writer.write(layout.header)
+            for stored in layout.tensors:
+                for piece in pieces(source, stored.name):
+                    writer.write(piece)
+            files = {name: writer.finish(), INDEX: write_checked(saving / INDEX, content)}
+        finally:
+            writer.abandon()
+        step = source.checkpoint.step if isinstance(source, CheckpointSource) else 0
+        world = source.checkpoint.world_size if isinstance(source, CheckpointSource) else 1
+        return store.commit(saving, step, world, files)
+    except OSError as error:
+        raise CheckpointError(f"{final}: cannot be written: {error}") from None
+    finally:
+        store.discard(saving)

@@ -1,0 +1,241 @@
+"""`shardwise checkpoint`: look at, verify, compare and convert checkpoints, in one CPU process.
+
+Exit codes: 0 done (verify: whole; diff: equal), 1 damaged or different, 2 a mistake (one line on
+stderr). With --json one object on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.source import Source
+
+_EPILOG = """PATH is a checkpoint, a directory of them or a run directory (the newest counts), a
+Hugging Face directory, a .safetensors file, a torch.distributed.checkpoint directory, a DeepSpeed ZeRO-3
+directory or a torch.save file of a full state dict. No code from any of them is run."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="shardwise checkpoint", description=(__doc__ or "").partition("\n")[0], epilog=_EPILOG
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = commands.add_parser
+    ls = add("ls", help="what is there: checkpoints of a directory, or the tensors of one")
+    ls.add_argument("path", type=Path)
+    verify = add("verify", help="read everything and compare with the checksums")
+    verify.add_argument("path", type=Path, nargs="+")
+    diff = add("diff", help="names, shapes, dtypes and values of two")
+    diff.add_argument("left", type=Path)
+    diff.add_argument("right", type=Path)
+    diff.add_argument("--weights", action="store_true", help="only the weights of the model")
+    export = add("export", help="weights as a Hugging Face directory of safetensors")
+    export.add_argument("source", type=Path)
+    export.add_argument("target", type=Path)
+    _export_options(export)
+    bring = add("import", help="make a checkpoint from what another program wrote")
+    bring.add_argument("source", type=Path)
+    bring.add_argument("target", type=Path)
+    convert = add("convert", help="from any format to another")
+    convert.add_argument("source", type=Path)
+    convert.add_argument("target", type=Path)
+    convert.add_argument("--to", choices=("shardwise", "safetensors", "torch"), required=True)
+    _export_options(convert)
+    for each in (ls, verify, diff, export, bring, convert):
+        each.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights")
+    parser.add_argument("--max-shard-size", type=_size, default=5 * 10**9, help="e.g. 5GB, 500MB")
+
+
+def _size(text: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
+    number = text.upper().rstrip("KMGB")
+    unit = text.upper()[len(number) :]
+    if not number.isdecimal() or unit not in units or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB, found {text!r}")
+    return int(number) * units[unit]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one sub-command; returns the exit code."""
+    try:
+        options = _parser().parse_args(list(arguments) or ["--help"])
+    except SystemExit as stopped:  # argparse has said why
+        return int(stopped.code or 0)
+    from shardwise.errors import CheckpointError
+
+    command = {
+        "ls": _ls,
+        "verify": _verify,
+        "diff": _diff,
+        "export": _convert,
+        "import": _convert,
+        "convert": _convert,
+    }[options.command]
+    try:
+        return command(options)
+    except CheckpointError as error:
+        print(f"shardwise checkpoint: {error}", file=sys.stderr)
+        return 2
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from shardwise.checkpoint import store
+
+    for directory in (options.path / "checkpoints", options.path):
+        listing = store.list_checkpoints(directory)
+        if listing.complete or listing.skipped:
+            return _ls_directory(options, listing)
+    from shardwise.checkpoint.importing import open_source
+
+    source = open_source(options.path)
+    try:
+        rows = [
+            (key, str(info.dtype).removeprefix("torch."), list(info.shape), info.size_bytes)
+            for key, info in sorted(source.tensors.items())
+        ]
+        total = sum(size for *_, size in rows)
+        if options.json:
+            keys = ("name", "dtype", "shape", "size_bytes")
+            tensors = [dict(zip(keys, row, strict=True)) for row in rows]
+            _print_json(
+                {"path": str(source.path), "tensors": tensors, "ties": dict(source.ties)}
+                | {"objects": sorted(source.objects), "size_bytes": total}
+            )
+            return 0
+        width = max((len(row[0]) for row in rows), default=0)
+        for name, dtype, shape, size in rows:
+            print(f"{name:{width}}  {dtype:9} {'x'.join(map(str, shape)) or '-':>16}  {size:>15,}")
+        for alias, name in sorted(source.ties.items()):
+            print(f"{alias} = {name}")
+        print(f"{source.path}: {len(rows)} tensors, {total:,} bytes")
+    finally:
+        source.close()
+    return 0
+
+
+def _ls_directory(options: argparse.Namespace, listing: Any) -> int:
+    if options.json:
+        complete = [
+            {"path": str(c.path), "step": c.step, "ranks": c.world_size, "size_bytes": c.size_bytes}
+            for c in listing.complete
+        ]
+        _print_json({"complete": complete, "incomplete": [t for _, t in listing.skipped]})
+        return 0
+    for found in listing.complete:
+        ranks = f"{found.world_size} rank{'s' if found.world_size > 1 else ''}"
+        print(f"{found.path}  step {found.step}  {ranks}  {found.size_bytes:,} bytes")
+    for _, text in listing.skipped:
+        print(text)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from shardwise.checkpoint import store
+    from shardwise.checkpoint.source import CheckpointSource
+    from shardwise.errors import CheckpointError
+
+    reports: dict[str, list[str]] = {}
+    for path in options.path:
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file or directory")
+        for found in _checkpoints_at(path):
+            try:
+                checkpoint = store.read_checkpoint(found)
+                damaged = store.verify(checkpoint)
+                if not damaged:
+                    CheckpointSource(checkpoint).close()  # the index fits the files
+            except CheckpointError as error:
+                damaged = [str(error)]
+            reports[str(found)] = damaged
+    if options.json:
+        _print_json({path: {"ok": not bad, "damage": bad} for path, bad in reports.items()})
+    else:
+        for path, bad in reports.items():
+            print("\n".join(bad) if bad else f"{path}: whole")
+    return 1 if any(reports.values()) else 0
+
+
+def _checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint itself, or all steps below a checkpoints or run directory."""
+    for directory in (path, path / "checkpoints"):
+        if steps := sorted(directory.glob("step_*")):
+            return steps
+    return [path]
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from shardwise.checkpoint.comparing import compare
+    from shardwise.checkpoint.importing import open_source
+    from shardwise.checkpoint.state import MODEL
+
+    left, right = open_source(options.left), open_source(options.right)
+    try:
+        found = compare(left, right, MODEL if options.weights else "")
+    finally:
+        left.close()
+        right.close()
+    if options.json:
+        _print_json(found.to_json())
+        return 1 if found else 0
+    for sign, path, names in (
+        ("-", left.path, found.only_left),
+        ("+", right.path, found.only_right),
+    ):
+        for name in names:
+            print(f"{sign} {name}  (only in {path})")
+    for name, what in found.changed:
+        print(f"~ {name}  {what}")
+    num = len(found.changed)
+    print(
+        f"{found.num_equal} equal, {num} changed, {len(found.only_left)} only left, "
+        f"{len(found.only_right)} only right"
+    )
+    return 1 if found else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from shardwise.checkpoint.importing import open_source
+
+    to = {"export": "safetensors", "import": "shardwise"}.get(options.command) or options.to
+    source = open_source(options.source)
+    try:
+        count = _write(source, to, options)
+    finally:
+        source.close()
+    if options.json:
+        _print_json({"source": str(source.path), "target": str(options.target), "tensors": count})
+    else:
+        print(f"{options.target}: {count} tensors from {source.path}")
+    return 0
+
+
+def _write(source: Source, to: str, options: argparse.Namespace) -> int:
+    import torch
+
+    from shardwise.checkpoint.exporting import export_safetensors, export_torch
+    from shardwise.checkpoint.importing import import_checkpoint
+
+    if to == "shardwise":
+        import_checkpoint(source, options.target)
+        return len(source.tensors)
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    if to == "torch":
+        return export_torch(source, options.target, dtype=dtype)
+    return export_safetensors(
+        source, options.target, dtype=dtype, max_shard_bytes=options.max_shard_size
+    )
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=1))
