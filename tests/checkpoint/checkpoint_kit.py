@@ -1,4 +1,4 @@
-"""What the checkpoint tests share: a model with everything that is hard to save, and comparisons."""
+"""What the checkpoint tests share: a model with all that is hard to save, and comparisons."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ class DcpSource:
         is_ours = (self.path / MANIFEST).exists()  # format 1: names as they are today
         spans: dict[str, dict[tuple[int, ...] | None, Any]] = {}
         for index, info in metadata.storage_data.items():
-            offset = tuple(index.offset) if index.offset is not None else None
+            start = getattr(index, "offset", None)  # fields at their defaults are not pickled
+            offset = tuple(start) if start is not None else None
             spans.setdefault(index.fqn, {})[offset] = info
         tensors: dict[str, tuple[TensorInfo, list[tuple[Box, Any]]]] = {}
         objects: dict[str, Any] = {}

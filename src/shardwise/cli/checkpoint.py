@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.source import Source
 
 _EPILOG = """PATH is a checkpoint, a directory of them or a run directory (the newest counts), a
-Hugging Face directory, a .safetensors file, a torch.distributed.checkpoint directory, a DeepSpeed ZeRO-3
-directory or a torch.save file of a full state dict. No code from any of them is run."""
+Hugging Face directory, a .safetensors file, a torch.distributed.checkpoint directory, a DeepSpeed
+ZeRO-3 directory or a torch.save file of a full state dict. No code from any of them is run."""
 
 
 def _parser() -> argparse.ArgumentParser:
