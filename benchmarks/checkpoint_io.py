@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint_io.py [--out FILE.json] [--gigabytes 1] [--ranks 2]
 
-Each rank builds the model on the meta device, shards it, loads and saves, while a thread samples its
-PSS (proportional set size: shared pages count once in all). "growth" is the peak above what the
+Each rank builds the model on the meta device, shards it, loads and saves, while a thread samples
+its PSS (proportional set size: shared pages count once in all). "growth" is the peak above what the
 rank held before the load. The limits: 0.55 GB + 200 MiB for a rank's growth, byte-equal export.
 """
 

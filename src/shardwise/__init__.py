@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.checkpoint.manager import CheckpointManager
     from shardwise.checkpoint.optimizer_state import get_optimizer_state_dict
-    from shardwise.comm.limits import set_wait_limit
     from shardwise.checkpoint.pretrained import (
         load_full_state_dict,
         load_pretrained,
         save_pretrained,
     )
+    from shardwise.comm.limits import set_wait_limit
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
     from shardwise.engine.copies import full_parameters
