@@ -112,6 +112,12 @@ def test_nothing_that_ran_is_no_success(groups):
     assert not result.is_sound
 
 
+def test_a_turn_after_the_limit_is_not_begun(groups, monkeypatch):
+    result = run(plan_of("shardwise"), limit_s=1e-9)
+    assert groups.started == []
+    assert result.rows[0].error == "the time limit was reached before its turn"
+
+
 def test_fresh_processes_are_ended_after_each_turn(groups):
     result = run(plan_of("shardwise,fsdp2", processes="fresh"))
     assert result.is_sound

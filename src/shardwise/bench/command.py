@@ -55,6 +55,9 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str]) -> int:
     """Runs `bench` and returns its exit code."""
+    if "--help" in arguments or "-h" in arguments:
+        parser().print_help()
+        return 0
     try:
         args = parser().parse_args(arguments)
         workload, defaults = _workload(args)

@@ -166,6 +166,8 @@ class _Study:
         if row.problem:
             return
         try:
+            if not self.deadline.left_s:
+                raise TimeIsUp("the time limit was reached before its turn")
             measure()
         except EngineFailed as error:
             self.groups.pop(row.engine, None)

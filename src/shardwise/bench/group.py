@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from statistics import fmean
@@ -70,15 +72,19 @@ class RankGroup:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         context = multiprocessing.get_context("spawn")
-        with _environment(dict(job.spec.environment), job.num_threads):
-            for rank in range(job.num_ranks):
-                ours, theirs = context.Pipe()
-                args = (rank, self.job, os.getpid(), theirs)
-                process = context.Process(target=run_rank, args=args, daemon=True)
-                self._processes.append(process)
-                self._pipes.append(ours)
-                process.start()
-                theirs.close()
+        try:
+            with _environment(dict(job.spec.environment), job.num_threads), _no_interrupts():
+                for rank in range(job.num_ranks):
+                    ours, theirs = context.Pipe()
+                    args = (rank, self.job, os.getpid(), theirs)
+                    process = context.Process(target=run_rank, args=args, daemon=True)
+                    self._processes.append(process)
+                    self._pipes.append(ours)
+                    process.start()
+                    theirs.close()
+        except BaseException:
+            self.kill()
+            raise
 
     @property
     def pids(self) -> list[int]:
@@ -173,6 +179,20 @@ class RankGroup:
     def _exit_code(self, rank: int) -> int | None:
         self._processes[rank].join(timeout=5)
         return self._processes[rank].exitcode
+
+
+@contextlib.contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """Children inherit that Ctrl-C does not reach them, from their first moment: it is our matter.
+
+    Here it is delivered when the context ends, so that no half-started group is forgotten.
+    """
+    resource_tracker.ensure_running()  # its start would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

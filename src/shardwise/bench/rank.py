@@ -11,11 +11,13 @@ user's mistake as ("mistake", line). It ends with the process that started it, h
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -53,7 +55,6 @@ class Facts:
 
 def run_rank(rank: int, job: Job, parent: int, pipe: Connection) -> None:
     """The target of the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's matter
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
@@ -75,6 +76,9 @@ def _serve(rank: int, job: Job, pipe: Connection) -> None:
     # Some engines read these although the process group is there.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.num_ranks)}
     os.environ["LOCAL_WORLD_SIZE"] = str(job.num_ranks)
+    if job.spec.is_foreign:  # their progress and deprecations are not what was asked for
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
     import torch
     import torch.distributed as dist
 

@@ -6,7 +6,6 @@ behind when it is interrupted. Only its inference all-reduce uses that operator,
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -45,7 +44,6 @@ def make(setup: Setup) -> DeepSpeedTrainer:
     os.environ["DS_ACCELERATOR"] = "cpu"
     deepspeed: Any = import_module("deepspeed")  # not there where types are checked
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     stage = int(setup.spec.one_of(("1", "2", "3"), "2"))
     config: dict[str, Any] = {
