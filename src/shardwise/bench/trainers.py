@@ -27,7 +27,7 @@ from shardwise.bench.engines import STRATEGIES, TRANSPORTS, EngineSpec
 from shardwise.bench.traffic import Traffic, count_collectives, count_ours
 from shardwise.bench.user import checked_loss
 from shardwise.bench.workload import Batch, Precision
-from shardwise.engine.shard_model import choose_units
+from shardwise.engine.grouping import choose_units
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -53,9 +53,11 @@ class Setup:
         return self.precision == "bf16"
 
     def units(self) -> list[nn.Module]:
-        """The modules that become units, innermost first; the root is not among them."""
+        """The modules that become units, innermost first; the root is not among them. Peers make
+        one unit of each, also of small ones that shardwise puts together."""
         unit = list(self.unit) if isinstance(self.unit, tuple) else self.unit
-        return [self.model.get_submodule(name) for name in choose_units(self.model, unit)]
+        groups = choose_units(self.model, unit)
+        return [self.model.get_submodule(name) for group in groups for name in group]
 
     def adamw(self, params: Any) -> torch.optim.Optimizer:
         trained = [p for p in params if p.requires_grad]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import MixedPrecisionPolicy, materialize, shard_model
-from shardwise.engine.shard_model import choose_units
+from shardwise.engine.grouping import choose_units
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, CustomModelConfig, mesh_shape, resolved_strategy
 from shardwise.train.decoder import Decoder
