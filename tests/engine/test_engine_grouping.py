@@ -69,8 +69,8 @@ def test_by_name_and_size() -> None:
     assert choose_units(model, "*.up") == [["blocks.1.up"], ["blocks.0.up"]]
     assert choose_units(model, "600 KB") == choose_units(model, 600_000)
     assert choose_units(model, 600_000) == [["head"], ["blocks.1"], ["blocks.0"], ["embed"]]
-    with pytest.raises(ValueError, match="nothing in Decoder has the class or name 'Blok'"):
-        choose_units(model, ["Blok"])
+    with pytest.raises(ValueError, match="nothing in Decoder has the class or name 'Blocks'"):
+        choose_units(model, ["Blocks"])
     wrong: Any = True
     with pytest.raises(ValueError, match="found True"):
         choose_units(model, wrong)
