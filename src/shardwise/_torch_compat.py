@@ -150,13 +150,27 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 
 
+def num_dispatch_modes() -> int:
+    """How many `TorchDispatchMode`s are active on this thread."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def dispatch_modes() -> list[Any]:
+    """The active modes. They are public, a way to see whether one is active is not."""
+    return [torch._C._get_dispatch_stack_at(i) for i in range(num_dispatch_modes())]
+
+
 def dynamo_is_active() -> bool:
     """True when frames that are called now would be handed to dynamo (below a `torch.compile`)."""
     return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def default_store() -> dist.Store | None:
-    """The store of the default process group: ranks can meet there without a collective."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    """The store of the default process group: ranks can meet there without a collective.
+
+    None for the backends of torch's own tests: one rank alone ("fake"), or ranks that are threads
+    of one process ("threaded"), whose works cannot be waited for with a time limit.
+    """
+    if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):
         return None
     return dist.distributed_c10d._get_default_store()

@@ -362,18 +362,25 @@ def test_no_warnings(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_older_names_serve_older_torch(rank: int, world: int, monkeypatch) -> None:
-    monkeypatch.delattr(dist, "all_gather_single", raising=False)
-    monkeypatch.delattr(dist, "reduce_scatter_single", raising=False)
-    warnings.simplefilter("ignore", FutureWarning)
-    transport = transport_of(rank, world)
-    layout = layout_of(ParamSpec("w", (6, 3), F32), world=world)
-    bucket, reduce = transport.attach("unit[0]", layout, CPU), layout_reduce(layout)
-    whole = random_whole(layout, 3)
-    fill_shard(bucket.buffer, layout, whole, rank)
-    assert torch.equal(gather(transport, bucket)[0], whole[0])
-    out = exchange(transport, bucket, reduce, [torch.ones(6, 3)])
-    assert out.tolist() == [2.0] * 10
+def test_older_names_serve_older_torch(rank: int, world: int) -> None:
+    names = ("all_gather_single", "reduce_scatter_single")
+    originals = {n: getattr(dist, n) for n in names if hasattr(dist, n)}
+    for name in originals:
+        delattr(dist, name)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            transport = transport_of(rank, world)
+            layout = layout_of(ParamSpec("w", (6, 3), F32), world=world)
+            bucket, reduce = transport.attach("unit[0]", layout, CPU), layout_reduce(layout)
+            whole = random_whole(layout, 3)
+            fill_shard(bucket.buffer, layout, whole, rank)
+            assert torch.equal(gather(transport, bucket)[0], whole[0])
+            out = exchange(transport, bucket, reduce, [torch.ones(6, 3)])
+            assert out.tolist() == [2.0] * 10
+    finally:  # the rank goes on with other tests
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 @on_ranks(2)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
 from axes import alone, shard_axis
 
 from ranks import on_ranks
@@ -12,6 +15,7 @@ from shardwise.comm.choose import explain_choice, open_transport
 from shardwise.comm.fake import FakeTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.transport import Axis
+from shardwise.comm.watch import is_watched, replaced
 from shardwise.errors import TransportError
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -69,3 +73,21 @@ def test_what_is_no_transport_is_refused(wrong: object) -> None:
 def test_unknown_names_get_the_nearest(wrong: str, hint: str) -> None:
     with pytest.raises(ValueError, match=hint):
         open_transport(wrong, *MANY, CPU)
+
+
+def test_who_watches() -> None:
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    assert not is_watched()
+    with CommDebugMode():
+        assert is_watched()
+    with FlopCounterMode(display=False):
+        assert not is_watched(), "it counts something else"
+    original = dist.all_reduce
+    dist.all_reduce = functools.partial(original)
+    try:
+        assert is_watched() and replaced() == ["all_reduce"]
+    finally:
+        dist.all_reduce = original
+    assert not is_watched()

@@ -2,7 +2,8 @@
 
 "auto"            shared memory where all ranks are CPU ranks of one host, else c10d
 "c10d"            process groups: any backend, any number of hosts
-"shared_memory"   CPU ranks of one host; an error where it cannot work
+"shared_memory"   CPU ranks of one host; an error where it cannot work. Takes process groups for
+                  phases in which a tool watches collectives (`watch.py`)
 "fake"            records, moves nothing; needs no process group
 a Transport       as it is
 """
@@ -51,9 +52,9 @@ def open_transport(
 def _open(choice: str, shard: Axis, replicate: Axis) -> Transport:
     if choice == "c10d":
         return C10dTransport(shard, replicate)
-    from shardwise.comm.shared_memory import SharedMemoryTransport
+    from shardwise.comm.watched import WatchedTransport
 
-    return SharedMemoryTransport(shard, replicate)
+    return WatchedTransport(shard, replicate)
 
 
 def explain_choice(

@@ -32,8 +32,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def repoint_all() -> None:
-    """Look at every optimizer that is alive. Walks the garbage collector's list: call it once."""
-    for thing in gc.get_objects():
+    """Look at every optimizer that is alive. Walks the garbage collector's list: call it once.
+
+    Instances refer to their class. `gc.get_objects()` would take references to everything, also to
+    tuples that another thread is just building, which fails there with a SystemError.
+    """
+    classes: list[type] = [torch.optim.Optimizer]
+    for cls in classes:
+        classes.extend(c for c in cls.__subclasses__() if c not in classes)
+    for thing in gc.get_referrers(*classes):
         # type() and not isinstance(), which asks lazy proxies for their __class__
         if issubclass(type(thing), torch.optim.Optimizer) and "param_groups" in vars(thing):
             repoint(thing)

@@ -30,6 +30,7 @@ from shardwise.comm.shared_memory.control import HEAD_BYTES, Control
 from shardwise.comm.transport import Axis
 
 _SOCKET_LIMIT_S = 5.0
+_THIS_PROCESS = secrets.token_bytes(8)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -40,6 +41,7 @@ class Card:
     rank: int
     boot_id: str = ""
     pid: int = 0
+    process: bytes = b""
     fd: int = -1
     size_bytes: int = 0
     nonce: bytes = b""
@@ -69,6 +71,8 @@ def open_access(shard: Axis, replicate: Axis) -> Access | str:
         return "the ranks run on several hosts: " + ", ".join(
             f"rank {c.rank} on boot {c.boot_id[:8]}" for c in cards
         )
+    if len({(c.pid, c.process) for c in cards}) < len(cards):
+        return "ranks are threads of one process, which share memory anyway"
     reason = ""
     for opener in _OPENERS:
         mappings, trouble = _try(opener, cards, rank, arena)
@@ -114,6 +118,7 @@ def _prepare(rank: int) -> tuple[Card, Arena | None]:
             rank,
             boot_id,
             os.getpid(),
+            _THIS_PROCESS,
             arena.fd,
             arena.size_bytes,
             control.nonce,

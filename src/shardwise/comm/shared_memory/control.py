@@ -8,7 +8,8 @@ together have a cache line of their own.
       64     8  engine entered        entered: number of the phase
      128    16  phase left            left: number of the last phase that this rank has left
      192    24  after an exception    abandoned[phase & 1]: 2 * abandoned phase, + 1 once gone
-     256    32  before `entered`      hash of the position, step; on each gather: bucket key + 1
+     256    32  before `entered`      hash of the position, step; on each gather: bucket key + 1;
+                                      watched: number of the phase in which tools watch collectives
      320    40  around each sleep     waiting: doorbell value that it sleeps on + 1, 0 when awake
      384    48  end of a backward     ended: number of the phase; each post: hash of what was posted
      448    56  agree                 agreed: phase << 16 | round; number of flags (2, by round)
@@ -75,6 +76,7 @@ class Control:
     position = Word(32)
     step = Word(33)
     at = Word(34)
+    watched = Word(35)
     waiting = Word(40)
     ended = Word(48)
     posted = Word(49)

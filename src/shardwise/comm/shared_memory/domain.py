@@ -90,6 +90,7 @@ class Domain:
         self.mail: Mail | None = None
         self._pid = os.getpid()
         self._all_entered = False
+        self.is_watched = False  # by tools on any rank; known after the entry fence
         self._round = 0
 
     @property
@@ -102,7 +103,7 @@ class Domain:
         self._wait_limit_s = seconds
 
     # -- phases
-    def enter(self, position: Position) -> None:
+    def enter(self, position: Position, *, is_watched: bool = False) -> None:
         if os.getpid() != self._pid:
             raise TransportError(
                 "shared_memory: this process was forked from a rank; only the rank itself may use "
@@ -125,11 +126,12 @@ class Domain:
             self.mail.free_slots()
         self.phase += 1
         self.active = True
-        self._all_entered, self._round = False, 0
+        self._all_entered, self.is_watched, self._round = False, False, 0
         own = self.own
         own.text = f"step {position.step}, {position.phase}, unit {position.unit!r}"
         own.position, own.step, own.at = hash_of(position), position.step & (2**64 - 1), 0
         own.posted = 0
+        own.watched = self.phase if is_watched else 0
         self.order()
         own.entered = self.phase
         self.doorbell.ring()
@@ -155,6 +157,7 @@ class Domain:
                     "on local data."
                 )
         self.check_gone()
+        self.is_watched = any(c.watched == phase for c in self.controls)
         self._all_entered = True
 
     def leave(self) -> None:

@@ -1,0 +1,85 @@
+"""Shared memory that steps aside while somebody watches collectives (`watch.py`).
+
+One decision a phase, the same on all ranks: each rank says when it enters whether it is watched,
+and after the entry fence all know whether anybody is. In such a phase gathers and reductions go
+over process groups, from and to the same buffers, so a counter counts what is really sent and a
+replaced function is really used. The next phase without a watcher is shared memory again.
+
+What holds on c10d holds in a watched phase: all ranks must run the same units in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.shared_memory import SharedMemoryTransport
+from shardwise.comm.staging import PackedGrads
+from shardwise.comm.transport import Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.watch import is_watched
+from shardwise.layout import BucketLayout, ReduceLayout
+
+
+class WatchedTransport(SharedMemoryTransport):
+    """See the module docstring."""
+
+    def __init__(self, shard: Axis, replicate: Axis) -> None:
+        super().__init__(shard, replicate)
+        self._c10d: C10dTransport | None = None
+        self._position = Position(0, "", "")
+
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+        bucket = super().attach(name, layout, device)
+        bucket.private["number"] = bucket.private["shards"].key  # c10d tells buckets apart by it
+        return bucket
+
+    def enter(self, position: Position) -> None:
+        self._position = position
+        self._domain.enter(position, is_watched=is_watched())
+
+    def leave(self, position: Position) -> None:
+        c10d = self._visible()
+        if c10d is not None:
+            c10d.leave(position)
+        super().leave(position)
+
+    def abandon(self) -> None:
+        if self._domain.active and self._domain.is_watched and self._c10d is not None:
+            self._c10d.abandon()
+        super().abandon()
+
+    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+        c10d = self._visible() if bucket.layout.world > 1 else None
+        if c10d is not None:
+            return c10d.gather(bucket, shard, out)
+        return super().gather(bucket, shard, out)
+
+    def grad_buffer(
+        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+    ) -> GradBuffer:
+        c10d = self._visible()
+        if c10d is not None:
+            return c10d.grad_buffer(bucket, layout, out, pre_scale)
+        return super().grad_buffer(bucket, layout, out, pre_scale)
+
+    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
+        if isinstance(grads, PackedGrads):
+            assert self._c10d is not None, "it has made the buffer"
+            return self._c10d.reduce(bucket, grads, out, scale)
+        return super().reduce(bucket, grads, out, scale)
+
+    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+        c10d = self._visible() if bucket.replicate.size > 1 else None
+        if c10d is not None:
+            return c10d.all_reduce(bucket, out)
+        return super().all_reduce(bucket, out)
+
+    def _visible(self) -> C10dTransport | None:
+        """The way over process groups in a phase in which any rank is watched, else None."""
+        self._domain.entry_fence()
+        if not self._domain.is_watched:
+            return None
+        if self._c10d is None:
+            self._c10d = C10dTransport(self._shard, self._replicate)
+        self._c10d.enter(self._position)
+        return self._c10d
