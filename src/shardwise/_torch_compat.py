@@ -5,16 +5,20 @@ Tested on every supported torch version by tests/test_torch_compat.py.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # Sees every operator, the collectives of C++ reducers included; there is no public name.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
+
+_NOTHING = contextlib.nullcontext()
 
 # The id of the graph task that runs on this thread: tells "inside a backward" and which one. No
 # public API says so.
@@ -50,6 +54,13 @@ def in_functorch_transform() -> bool:
     the plain tensors.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Suspends vmap, grad, jvp, ...: what the engine copies is no part of the function that they
+    transform, and inside of them a write into a captured buffer is an error.
+    """
+    return temporarily_clear_interpreter_stack() if in_functorch_transform() else _NOTHING
 
 
 def spec_of(tensor: Any) -> Any:

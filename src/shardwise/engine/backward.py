@@ -74,17 +74,11 @@ class BackwardPass:
         self._release_done(unit)
 
     def input_done(self, unit: Unit) -> None:
-        """The gradient of the unit's input is complete, so nothing inside it is left to run.
-
-        A unit with several uses waits for the next unit: the same tensor may be its output, whose
-        own hook has just gathered it again.
+        """The gradient of a call's input is complete, so nothing inside that call is left to run.
+        Another call may be: of another module of a list, or of the same one in a chain.
         """
-        if unit.in_double_backward:
-            return
-        if unit.num_uses == 1:
+        if not unit.in_double_backward and not unit.open_calls:
             unit.rest_after_backward()
-        else:
-            self._done_with.append(unit)
 
     def gradient_arrived(self, unit: Unit, bucket: BucketState, index: int) -> None:
         self._touched.setdefault(unit, None)

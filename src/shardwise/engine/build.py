@@ -24,6 +24,7 @@ from shardwise.engine.param import ShardedParam, Slot, home_of
 from shardwise.engine.placing import Place
 from shardwise.engine.shard_tensor import Mark, ShardTensor
 from shardwise.engine.spread import Spread, spread_of
+from shardwise.errors import EngineError
 from shardwise.layout import (
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -215,6 +216,25 @@ def _rows(param: ShardedParam, own: torch.Tensor, rank: int) -> torch.Tensor:
     if own.ndim == 0:
         return own.detach()
     return own.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
+
+
+def check_tie(param: ShardedParam) -> None:
+    """Raise when modules that shared a parameter hold different values now: only one can win."""
+    held = {id(t): t for parameters, key in param.slots if (t := parameters[key]) is not None}
+    for form in (param.full, param.between):
+        if held.pop(id(form), None) is not None:
+            held[id(param.sharded)] = param.sharded
+    first, *others = held.values()
+    if not others or any(t.is_meta for t in held.values()):
+        return
+    rank = param.mesh.shard.rank
+    part = own_part(param, first, rank)
+    if not all(torch.equal(part, own_part(param, other, rank)) for other in others):
+        raise EngineError(
+            f"{param.name}: {len(param.slots)} modules hold this weight, which were one parameter "
+            "when they were sharded, and their values differ now. Assign one tensor to all of them "
+            "(call tie_weights() after loading), or untie them before fully_shard"
+        )
 
 
 def _register(param: ShardedParam, local: torch.Tensor, origin: nn.Parameter) -> None:

@@ -25,7 +25,7 @@ from shardwise.engine.bucket import BucketState
 from shardwise.engine.ledger import Torn, torn_in
 from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.token_mean import count_of_backward
-from shardwise.engine.unit import Unit
+from shardwise.engine.unit import OpenCall, Unit
 from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
 from shardwise.errors import EngineError
 from shardwise.events import EventLog
@@ -223,8 +223,9 @@ class Context:
     def gradient_arrived(self, unit: Unit, bucket: BucketState, index: int) -> None:
         self.backward_pass().gradient_arrived(unit, bucket, index)
 
-    def pre_backward(self, unit: Unit, _grad: torch.Tensor) -> None:
-        self.backward_pass().pre_backward(unit)
+    def pre_backward(self, call: OpenCall, _grad: torch.Tensor) -> None:
+        self.backward_pass().pre_backward(call.unit)
 
-    def input_done(self, unit: Unit, _grad: torch.Tensor) -> None:
-        self.backward_pass().input_done(unit)
+    def input_done(self, call: OpenCall, _grad: torch.Tensor) -> None:
+        call.unit.open_calls.discard(call)
+        self.backward_pass().input_done(call.unit)

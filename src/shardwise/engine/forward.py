@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise._torch_compat import graph_task
 from shardwise.engine.context import Context
 from shardwise.engine.outputs import cast_floats, map_tensors, tensors_in
-from shardwise.engine.unit import Unit
+from shardwise.engine.unit import OpenCall, Unit
 
 
 def run(unit: Unit, recompute: bool, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -33,14 +33,15 @@ def run(unit: Unit, recompute: bool, forward: Callable[..., Any], args: Any, kwa
         if not in_backward:
             context.prefetch.forward_of(unit, context)
         args, kwargs = _prepare_inputs(unit, outermost, args, kwargs)
-        _watch_inputs(context, unit, args, kwargs)
+        call = unit.open_call(in_backward)
+        _watch_inputs(context, call, args, kwargs)
         if recompute and torch.is_grad_enabled():
             out = checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
         else:
             out = forward(*args, **kwargs)
         if unit.policy.output_dtype is not None:
             out = cast_floats(out, unit.policy.output_dtype)
-        if _watch_outputs(context, unit, out) and not in_backward:
+        if _watch_outputs(context, call, out) and not in_backward:
             context.prefetch.ended(unit)
         unit.post_forward(in_backward)
     except BaseException:
@@ -64,7 +65,7 @@ def _prepare_inputs(unit: Unit, outermost: bool, args: Any, kwargs: Any) -> tupl
     return args, kwargs
 
 
-def _watch_inputs(context: Context, unit: Unit, args: Any, kwargs: Any) -> None:
+def _watch_inputs(context: Context, call: OpenCall, args: Any, kwargs: Any) -> None:
     """Release when the gradient of the input is complete; with several inputs only the end of the
     backward is sure.
     """
@@ -72,14 +73,14 @@ def _watch_inputs(context: Context, unit: Unit, args: Any, kwargs: Any) -> None:
         return
     inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
     if len(inputs) == 1:
-        inputs[0].register_hook(functools.partial(context.input_done, unit))
+        inputs[0].register_hook(functools.partial(context.input_done, call))
 
 
-def _watch_outputs(context: Context, unit: Unit, out: Any) -> bool:
+def _watch_outputs(context: Context, call: OpenCall, out: Any) -> bool:
     """Gather again before the backward reaches this unit. True when one may come."""
     if not torch.is_grad_enabled():
         return False
-    hook = functools.partial(context.pre_backward, unit)
+    hook = functools.partial(context.pre_backward, call)
     watched = False
     for t in (out,) if isinstance(out, torch.Tensor) else tensors_in(out):
         if t.requires_grad:

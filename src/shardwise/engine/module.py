@@ -117,7 +117,7 @@ class FSDPModule(UnitSettings):
         on_meta = meta_tensors(cast(nn.Module, self))
         out = super()._apply(*args, **kwargs)  # type: ignore[misc]
         mark_unfilled(on_meta)
-        unit.refresh()
+        unit.refresh(check_ties=False)
         return out
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:

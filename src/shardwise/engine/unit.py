@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise._torch_compat import graph_task, in_functorch_transform
+from shardwise._torch_compat import graph_task, in_functorch_transform, outside_transforms
 from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.bucket import BucketState
-from shardwise.engine.build import Found, Plan, Tie, build_buckets
+from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped
@@ -38,6 +38,15 @@ from shardwise.layout import Lifetime
 if TYPE_CHECKING:
     from shardwise.engine.context import Context
     from shardwise.engine.step_in_backward import Stepper
+
+
+class OpenCall:
+    """A call whose backward is still to come. It lives as long as the hooks in its graph."""
+
+    __slots__ = ("__weakref__", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
 
 
 class Unit:
@@ -90,6 +99,7 @@ class Unit:
         self._gathered: Any = None  # the event behind the gather, until somebody has waited for it
         self._regrouped: Regrouped | None = None
         self._modules_run = 0
+        self.open_calls: weakref.WeakSet[OpenCall] = weakref.WeakSet()
         self.is_adopted = False  # a root has taken it in and named it
         self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
         self._lends = False  # its parameters are used in other units too
@@ -172,11 +182,13 @@ class Unit:
         """True when the modules hold this unit's parameters, in whatever form."""
         return all(b.is_registered() for b in self.buckets)
 
-    def refresh(self) -> None:
+    def refresh(self, *, check_ties: bool = True) -> None:
         """Pick up parameters that were moved, cast or replaced since; does nothing when none
-        was.
+        was. `check_ties` is False after `_apply`, which replaces tied parameters one by one.
         """
         if not all(b.is_current() for b in self.buckets):
+            for param in self.params if check_ties else ():
+                check_tie(param)
             self._rebuild()
 
     def _rebuild(self) -> None:
@@ -249,7 +261,7 @@ class Unit:
         if self.is_held:
             self.wait_unshard()
         self.context.note("AG", self)
-        with self.streams.lane("gather"):
+        with self.streams.lane("gather"), outside_transforms():
             self._handles = self._gather()
             if self.streams.is_async:  # the lane waits, not the host: copy-out overlaps too
                 self._wait_handles()
@@ -275,9 +287,10 @@ class Unit:
     def _wait_handles(self) -> None:
         handles, self._handles = self._handles, []
         try:
-            for handle in handles:
-                if handle is not DONE:
-                    handle.wait()
+            with outside_transforms():
+                for handle in handles:
+                    if handle is not DONE:
+                        handle.wait()
         except BaseException:
             # The gather may still write, so its memory is not released; nobody waits for it again.
             self.is_held = False
@@ -334,6 +347,13 @@ class Unit:
             owner._num_users += 1
             owner.watch_gradients()
             owner._make_usable()
+
+    def open_call(self, in_backward: bool) -> OpenCall:
+        """A recomputation is no call of its own: the first one's backward is under way."""
+        call = OpenCall(self)
+        if not in_backward and torch.is_grad_enabled():
+            self.open_calls.add(call)
+        return call
 
     def post_forward(self, in_backward: bool) -> None:
         """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
@@ -514,6 +534,7 @@ class Unit:
         for param in self.params:
             param.full.grad = None
         self._modules_run = self._num_users = self.num_uses = 0
+        self.open_calls.clear()
         self.in_double_backward = False
         if self._regrouped is not None:
             self._regrouped.is_kept = False
