@@ -277,7 +277,7 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
         out = func(*plain_args, **plain_kwargs)
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" in str(error):
-            raise EngineError(_mixed_text(func, originals)) from error
+            raise EngineError(_mixed_text(func, originals, args)) from error
         if "Cannot flatten unevenly sharded" in str(error):
             raise EngineError(_uneven_text(func, originals)) from error
         raise
@@ -296,10 +296,19 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
     return rules.map_tensors(out, wrap)
 
 
-def _mixed_text(func: Any, originals: dict[int, ShardTensor]) -> str:
+def _mixed_text(func: Any, originals: dict[int, ShardTensor], args: Any) -> str:
     names = sorted({t._param_name for t in originals.values() if t._param_name}) or [
         "a sharded tensor"
     ]
+    homes = ((a, getattr(a, "_shardwise_home", None)) for a in args)
+    whole = [a for a, home in homes if home is not None and getattr(home(), "full", None) is a]
+    if whole:
+        return (
+            f"{', '.join(names)}: {func.name()} met a sharded parameter and the whole form of one "
+            f"of shape {tuple(whole[0].shape)}, whose unit is gathered: its forward ran with "
+            "gradients and no backward followed. Call reshard() on that model before, or run its "
+            "forward under torch.no_grad()"
+        )
     return (
         f"{', '.join(names)}: {func.name()} met a sharded parameter and a plain tensor. The "
         f"parameter is sharded "
