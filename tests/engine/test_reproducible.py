@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from engine_kit import ConvNorm, full, grid, line, make, weights_of
 from order_kit import Odd, Plan, loss_of, optimizer_of, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from ranks import on_ranks, run_ranks
@@ -47,6 +48,31 @@ PLANS = [
 def test_bits_do_not_depend_on_the_ranks(plan: Plan) -> None:
     results = run_ranks(plan.world, train, plan, timeout_s=120.0)
     assert results == [alone(plan.num, plan.mixed)] * plan.world
+
+
+class Counter(TorchDispatchMode):
+    """A tool of the user's own that looks at operators."""
+
+    num_collectives = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_collectives += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def train_watched(rank: int, world: int, plan: Plan) -> list[str]:
+    with Counter() as counter:  # shared memory takes process groups meanwhile
+        lines = train(rank, world, plan)
+    assert counter.num_collectives > 0
+    return lines
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(3, 8, "full_shard"), Plan(4, 12, "hybrid_shard"), Plan(2, 8, "no_shard")], ids=str
+)
+def test_bits_do_not_depend_on_who_watches(plan: Plan) -> None:
+    results = run_ranks(plan.world, train_watched, plan, timeout_s=120.0)
+    assert results == [alone(plan.num)] * plan.world
 
 
 # -- what is computed ----------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from shardwise.comm.c10d import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.staging import PackedGrads
 from shardwise.comm.transport import Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.tree_sum import TreeSum
 from shardwise.comm.watch import is_watched
 from shardwise.layout import BucketLayout, ReduceLayout
 
@@ -73,6 +74,23 @@ class WatchedTransport(SharedMemoryTransport):
         if c10d is not None:
             return c10d.all_reduce(bucket, out)
         return super().all_reduce(bucket, out)
+
+    def collect(
+        self,
+        bucket: Bucket,
+        grads: GradBuffer,
+        out: torch.Tensor,
+        tree: TreeSum,
+        leaves: tuple[int | None, ...],
+    ) -> Handle:
+        if isinstance(grads, PackedGrads):
+            assert self._c10d is not None, "it has made the buffer"
+            return self._c10d.collect(bucket, grads, out, tree, leaves)
+        return super().collect(bucket, grads, out, tree, leaves)
+
+    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
+        c10d = self._visible() if bucket.replicate.size > 1 else None
+        return super().complete(bucket, tree) if c10d is None else c10d.complete(bucket, tree)
 
     def _visible(self) -> C10dTransport | None:
         """The way over process groups in a phase in which any rank is watched, else None."""
