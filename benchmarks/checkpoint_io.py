@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 
 class PeakPss:
-    """Samples this process every 5 ms."""
+    """Samples this process every 50 ms."""
 
     def __init__(self) -> None:
         self.peak = self.start = pss_bytes()
@@ -50,7 +50,7 @@ class PeakPss:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        while not self._stop.wait(0.005):
+        while not self._stop.wait(0.05):
             self.peak = max(self.peak, pss_bytes())
 
     def __enter__(self) -> PeakPss:

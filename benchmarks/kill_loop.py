@@ -10,6 +10,7 @@ killed, bit for bit.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -84,7 +85,8 @@ def main() -> int:
                 time.sleep(0.02)
             time.sleep(at_s * (1 if wants_more else 6))
             ended = process.poll()
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it had ended
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             found = store.list_checkpoints(folder / "run/checkpoints")
             damaged = [text for c in found.complete for text in store.verify(c)]

@@ -1,6 +1,6 @@
 """State that is no tensor, as JSON and back, exactly: nothing in a checkpoint is ever unpickled.
 
-    None, bool, int, str, list, dict with string keys    as they are
+    None, bool, int, str, list, dict with string keys    as they are (subclasses as their base)
     float                                                as it is; else {"$float": "inf"}
     tuple                                                {"$tuple": [...]}
     dict with other keys                                 {"$dict": [[key, value], ...]}
@@ -25,8 +25,12 @@ _MAX_TENSOR_NUMEL = 64
 
 
 def to_json(value: Any, where: str) -> Any:
-    if value is None or type(value) in (bool, int, str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):  # and its subclasses, such as torch.__version__
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
     if isinstance(value, float):
         number = float(value)
         return number if math.isfinite(number) else {"$float": repr(number)}
