@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 from shardwise.checkpoint.json_values import from_json, to_json
 from shardwise.errors import CheckpointError
@@ -31,6 +31,7 @@ def through(value: Any) -> Any:
     return from_json(json.loads(json.dumps(to_json(value, "here"), allow_nan=False)), "here")
 
 
+@settings(max_examples=50, deadline=None)
 @given(VALUES)
 def test_what_goes_in_comes_out(value: Any) -> None:
     found = through(value)
