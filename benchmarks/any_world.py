@@ -1,0 +1,328 @@
+"""Are the numbers the same on any number of ranks, and what does that cost?
+
+    python benchmarks/any_world.py [--quick] [--json PATH]
+
+1. The same job (`run.reproducible = any_world`, clipping on, vocabulary 97, 45 hidden rows) with 8
+   and with 12 micro-batches a step on 1, 2, 3, 4 and 8 ranks, under every strategy, on both
+   transports: `loss`, `grad_norm`, `val_loss` of every step compared bit by bit, and a hash of all
+   weights at the end. Beside it the same job with reproducible = off, which is expected to differ.
+2. 2 ranks to step 20, resumed on 4 ranks to step 35, resumed on 1 rank to step 50.
+3. Seconds of a step, `off` beside `any_world`, in turns in the same processes.
+
+Exits with 1 if any number of 1 or 2 differs. `--quick`: few settings and steps, to test this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import shardwise as sw
+from shardwise.checkpoint.manager import CheckpointManager
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.train.config import DecoderConfig
+from shardwise.train.config_file import load_config
+from shardwise.train.decoder import Decoder
+from shardwise.train.job import train
+from shardwise.train.metrics import read_metrics
+
+STRATEGIES = ("full_shard", "shard_grad_op", "shard_optimizer", "no_shard")
+KEYS = ("loss", "grad_norm", "val_loss")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the job."""
+
+    world: int
+    num: int
+    strategy: str
+    transport: str
+    dtype: str = "float32"
+    level: str = "any_world"
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(v) for v in (self.level, self.num, "on", self.world, self.strategy,
+                                         self.transport, self.dtype))  # fmt: skip
+
+
+def settings(quick: bool) -> list[Setting]:
+    found = []
+    for num in (8, 12):
+        for world in (1, 2, 3) if quick else (1, 2, 3, 4, 8):
+            strategies = [*STRATEGIES, "hybrid_shard"] if world in (4, 8) else list(STRATEGIES)
+            for i, strategy in enumerate(strategies if world > 1 else ["full_shard"]):
+                if quick and i % 3:
+                    continue
+                transports = ["shared_memory"] if i % 2 else ["shared_memory", "c10d"]
+                usable = transports if world > 1 else ["c10d"]
+                found += [Setting(world, num, strategy, transport) for transport in usable]
+    bf16 = [s for s in found if s.num == 12 and s.strategy in ("full_shard", "hybrid_shard")]
+    found += [replace(s, dtype="bfloat16") for s in bf16 if s.transport != "c10d" or s.world == 1]
+    found += [Setting(w, 12, "full_shard", "c10d", level="off") for w in (1, 2, 3)]
+    return found
+
+
+# -- jobs on ranks -------------------------------------------------------------------------------
+class StopAfter:
+    """A request to stop in the n-th step of this process."""
+
+    def __init__(self, steps: int | None) -> None:
+        self._left = steps
+
+    @property
+    def by(self) -> str:
+        if self._left is None:
+            return ""
+        self._left -= 1
+        return "" if self._left else "the benchmark"
+
+
+def run_job(setting: Setting, folder: Path, steps: int, stop_after: int | None = None) -> str:
+    """On a rank: a job in `folder`; returns the hash of the weights that it saved last."""
+    hashes: list[str] = []
+    save = CheckpointManager.save
+
+    def save_and_hash(self: Any, step: int, model: Any, *args: Any, **kwargs: Any) -> Any:
+        hashes.append(hash_of(model))
+        return save(self, step, model, *args, **kwargs)
+
+    values = {
+        "run.dir": folder, "run.device": "cpu", "run.reproducible": setting.level,
+        "data.source": folder.parent / "tokens.npy", "data.seq_len": 32,
+        "model.dim": 32, "model.layers": 2, "model.heads": 2, "model.hidden": 45,
+        "model.vocab_size": 97, "train.micro_batch": 2, "train.global_batch": 2 * setting.num,
+        "train.steps": steps, "train.grad_clip": 0.5, "train.eval_every": max(1, steps // 2),
+        "train.eval_samples": 10, "shard.strategy": setting.strategy,
+        "shard.transport": setting.transport, "shard.param_dtype": setting.dtype,
+        "mesh.replicate": 2 if setting.strategy == "hybrid_shard" else 1,
+        "checkpoint.every": 0, "log.every": 10_000,
+    }  # fmt: skip
+    CheckpointManager.save = save_and_hash  # type: ignore[method-assign]
+    try:
+        loaded = load_config(None, [(key, str(value)) for key, value in values.items()])
+        train(loaded, Ranks(), torch.device("cpu"), StopAfter(stop_after))  # type: ignore[arg-type]
+    finally:
+        CheckpointManager.save = save  # type: ignore[method-assign]
+    dist.barrier()
+    return hashes[-1]
+
+
+def hash_of(model: Any) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        digest.update(name.encode() + whole.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def jobs_main(rank: int, world: int, folder: str, todo: list[Any], port: int) -> None:
+    join(rank, world, port)
+    for setting, directory, steps, stop_after in todo:
+        digest = run_job(setting, Path(folder, directory), steps, stop_after)
+        if rank == 0:
+            Path(folder, directory, "hash").write_text(digest)
+    leave()
+
+
+def join(rank: int, world: int, port: int) -> None:
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=world
+    )
+
+
+def leave() -> None:
+    """All is written. Tearing down Gloo's threads has hung finished ranks."""
+    dist.barrier()
+    os._exit(0)
+
+
+def on_ranks(world: int, body: Any, *args: Any) -> None:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    mp.spawn(body, (world, *args, port), nprocs=world)
+
+
+# -- 1 and 2: identical -------------------------------------------------------------------------
+def numbers_of(folder: Path) -> dict[str, Any]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    steps = [[float(row[key]).hex() for key in KEYS if key in row] for row in rows]
+    return {"steps": steps, "weights": (folder / "hash").read_text()}
+
+
+def compare(folder: Path, quick: bool) -> list[dict[str, Any]]:
+    steps = 4 if quick else 50
+    found = settings(quick)
+    for world in sorted({s.world for s in found}):
+        todo = [(s, s.name, steps, None) for s in found if s.world == world]
+        print(f"{len(todo)} jobs of {steps} steps on {world} rank(s)", file=sys.stderr, flush=True)
+        on_ranks(world, jobs_main, str(folder), todo)
+    rows = []
+    for setting in found:
+        first = replace(setting, world=1, strategy="full_shard", transport="c10d")
+        got, want = numbers_of(folder / setting.name), numbers_of(folder / first.name)
+        equal = sum(a == b for a, b in zip(got["steps"], want["steps"], strict=True))
+        rows.append({
+            "setting": setting.name, "world": setting.world, "micro_batches": setting.num,
+            "level": setting.level, "equal_steps": equal, "steps": len(want["steps"]),
+            "weights": got["weights"], "weights_equal": got["weights"] == want["weights"],
+        })  # fmt: skip
+    return rows
+
+
+def resumed(folder: Path, quick: bool) -> dict[str, Any]:
+    """2 ranks, then 4, then 1, in one run directory."""
+    steps, first, second = (4, 2, 1) if quick else (50, 20, 15)
+    base = Setting(1, 12, "full_shard", "c10d")
+    for world, stop_after in ((2, first), (4, second), (1, None)):
+        strategy = "hybrid_shard" if world == 4 else "full_shard"
+        transport = "c10d" if world == 1 else "shared_memory"
+        setting = replace(base, world=world, strategy=strategy, transport=transport)
+        on_ranks(world, jobs_main, str(folder), [(setting, "resumed", steps, stop_after)])
+    got, want = numbers_of(folder / "resumed"), numbers_of(folder / base.name)
+    return {
+        "ranks": {"2": first, "4 (2x2 hybrid_shard)": first + second, "1": steps},
+        "equal_steps": sum(a == b for a, b in zip(got["steps"], want["steps"], strict=True)),
+        "steps": steps,
+        "weights_equal": got["weights"] == want["weights"],
+    }
+
+
+# -- 3: cost ------------------------------------------------------------------------------------
+class Trainer:
+    """One model and its step; `how` is off (fused or foreach AdamW) or any_world."""
+
+    def __init__(self, how: str, strategy: str, transport: str, num: int, quick: bool) -> None:
+        self.how, self.num, self.strategy = how, num, strategy
+        dim, layers, length = (64, 2, 32) if quick else (512, 6, 128)
+        config = DecoderConfig(dim=dim, layers=layers, heads=8, vocab_size=4096)
+        torch.manual_seed(0)
+        self.length, self.model = length, Decoder(config, length)
+        sw.shard_model(self.model, strategy=strategy, transport=transport)
+        kind = {"fused": True} if how == "off" else {"foreach": True}
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, **kind)
+        self.run = sw.reproducible(self.model, self.optimizer, num_micro_batches=num)
+
+    def loss(self, step: int, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + index)
+        return self.model(torch.randint(4096, (1, self.length + 1), generator=generator))
+
+    def step(self, step: int) -> None:
+        if self.how == "any_world":
+            for micro in self.run.micro_batches(step):
+                self.loss(step, micro.index).backward()
+        else:
+            share = self.num // dist.get_world_size()
+            first = dist.get_rank() * share
+            for k in range(share):
+                last = k == share - 1 or self.strategy in ("full_shard", "shard_grad_op")
+                self.model.set_requires_gradient_sync(last)
+                (self.loss(step, first + k) / share).backward()
+        sw.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def cost_main(rank: int, world: int, path: str, quick: bool, port: int) -> None:
+    join(rank, world, port)
+    rounds, steps, num = (1, 1, 2) if quick else (5, 2, 8)
+    rows = []
+    cases = [(s, "shared_memory") for s in STRATEGIES] + [("full_shard", "c10d")]
+    for strategy, transport in cases[:1] if quick else cases:
+        kinds = ("off", "off_foreach", "any_world")
+        trainers = {k: Trainer(k, strategy, transport, num, quick) for k in kinds}
+        times: dict[str, list[float]] = {k: [] for k in kinds}
+        for at in range(rounds + 1):
+            for kind, trainer in trainers.items():
+                if kind == "any_world":
+                    trainer.run.__enter__()
+                for k in range(steps):
+                    dist.barrier()
+                    began = time.perf_counter()
+                    trainer.step(at * steps + k)
+                    dist.barrier()
+                    if at:  # the first round warms up
+                        times[kind].append(time.perf_counter() - began)
+                if kind == "any_world":
+                    trainer.run.__exit__(None, None, None)
+        medians = {k: statistics.median(v) for k, v in times.items()}
+        ratios = {k: medians["any_world"] / medians[k] for k in ("off", "off_foreach")}
+        rows.append({
+            "strategy": strategy, "transport": transport, "ranks": world, "micro_batches": num,
+            "parameters": sum(p.numel() for p in trainers["off"].model.parameters()),
+            "tokens_per_micro_batch": trainers["off"].length,
+            "step_s": medians, "ratio_to_off": ratios["off"],
+            "ratio_to_off_with_foreach_adamw": ratios["off_foreach"],
+        })  # fmt: skip
+    if rank == 0:
+        Path(path).write_text(json.dumps(rows))
+    leave()
+
+
+def machine() -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+        capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    return {
+        "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
+        "load": os.getloadavg(), "torch": torch.__version__, "commit": commit,
+        "date": time.strftime("%Y-%m-%d"), "threads_per_rank": 1,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--parts", nargs="+", default=["identical", "resumed", "cost"])
+    options = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine()}
+    with tempfile.TemporaryDirectory(prefix="any_world-") as name:
+        folder = Path(name)
+        tokens = np.random.default_rng(0).integers(0, 97, 40_000).cumsum() % 97
+        np.save(folder / "tokens.npy", tokens.astype(np.uint16))
+        if "cost" in options.parts:
+            on_ranks(2, cost_main, str(folder / "cost.json"), options.quick)
+            result["cost"] = json.loads((folder / "cost.json").read_text())
+        if "identical" in options.parts:
+            result["identical"] = compare(folder, options.quick)
+            if "resumed" in options.parts:
+                result["resumed"] = resumed(folder, options.quick)
+    promised = [r for r in result.get("identical", ()) if r["level"] == "any_world"]
+    promised += [result["resumed"]] if "resumed" in result else []
+    result["all_equal"] = all(
+        r["weights_equal"] and r["equal_steps"] == r["steps"] for r in promised
+    )
+    if options.json is not None:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+    return 0 if result["all_equal"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
