@@ -68,13 +68,13 @@ def test_hooks_are_read() -> None:
     assert compat.post_accumulate_hooks(x) == (hook,)
 
 
-def test_dynamo_is_active_below_compile_only() -> None:
-    assert not compat.dynamo_is_active()
+def test_frames_go_to_dynamo_below_compile_only() -> None:
+    assert compat.frame_callback() is None
     seen = []
 
     @torch.compiler.disable(recursive=False)
     def outside(x: torch.Tensor) -> torch.Tensor:
-        seen.append(compat.dynamo_is_active())
+        seen.append(compat.frame_callback() is not None)
         return x
 
     torch.compile(lambda x: outside(x) + 1, backend="eager")(torch.ones(2))
@@ -114,3 +114,39 @@ def test_meshes_and_placements(rank: int, world: int) -> None:
     assert compat.waited_for(whole) is whole
     replicated = tensor.redistribute(placements=[Replicate(), Replicate()])
     assert type(compat.waited_for(compat.local_of(replicated))) is torch.Tensor
+
+
+def test_registry_of_composable_apis() -> None:
+    from torch.distributed._composable.replicate import _is_fully_sharded
+
+    module = torch.nn.Linear(1, 1)
+    assert not _is_fully_sharded(module) and not compat.is_replicated(module)
+    compat.register_composable(module, "fully_shard")
+    assert _is_fully_sharded(module) and not compat.is_replicated(module)
+    compat.register_composable(module, "replicate")
+    assert compat.is_replicated(module)
+
+
+def test_frames_are_compiled_inside_what_is_disabled() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def outer(x: torch.Tensor, like_here: bool) -> torch.Tensor:
+        callback = compat.frame_callback()
+        assert callback is not None
+        call = compat.with_frame_callback(callback, inner) if like_here else inner
+        return torch.compiler.disable(lambda: call(x))()
+
+    for like_here, expected in ((False, 0), (True, 1)):
+        torch._dynamo.reset()
+        graphs.clear()
+        run = torch.compile(torch.compiler.disable(outer, recursive=False), backend=backend)
+        run(torch.ones(2), like_here)
+        assert len(graphs) == expected
+    assert compat.frame_callback() is None

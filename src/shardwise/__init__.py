@@ -26,7 +26,12 @@ if TYPE_CHECKING:
     from shardwise.engine.inspect import record_events
     from shardwise.engine.join import join
     from shardwise.engine.materialize import materialize
-    from shardwise.engine.module import FSDPModule, UnshardHandle, register_fsdp_forward_method
+    from shardwise.engine.module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from shardwise.engine.placing import ShardPlacementResult
     from shardwise.engine.prefetch import set_prefetch
     from shardwise.engine.reproducible import MicroBatch, ReproducibleRun, reproducible
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from shardwise.engine.shard_tensor import ShardTensor
     from shardwise.engine.step_in_backward import step_in_backward
     from shardwise.engine.token_mean import global_mean
+    from shardwise.install import install, uninstall
     from shardwise.layout import (
         CPUOffloadPolicy,
         DataParallelMeshDims,
@@ -65,6 +71,7 @@ _HOMES = {
     "get_optimizer_state_dict": "checkpoint.optimizer_state",
     "global_mean": "engine.token_mean",
     "join": "engine.join",
+    "install": "install",
     "load_full_state_dict": "checkpoint.pretrained",
     "load_pretrained": "checkpoint.pretrained",
     "mark_dirty": "engine.grad_utils",
@@ -78,6 +85,8 @@ _HOMES = {
     "set_wait_limit": "comm.limits",
     "shard_model": "engine.shard_model",
     "step_in_backward": "engine.step_in_backward",
+    "share_comm_ctx": "engine.module",
+    "uninstall": "install",
 }
 
 __all__ = [
@@ -101,6 +110,7 @@ __all__ = [
     "get_optimizer_state_dict",
     "global_mean",
     "join",
+    "install",
     "load_full_state_dict",
     "load_pretrained",
     "mark_dirty",
@@ -114,6 +124,8 @@ __all__ = [
     "set_wait_limit",
     "shard_model",
     "step_in_backward",
+    "share_comm_ctx",
+    "uninstall",
 ]
 
 

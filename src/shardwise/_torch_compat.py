@@ -6,12 +6,15 @@ Tested on every supported torch version by tests/test_torch_compat.py.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -171,9 +174,39 @@ def dispatch_modes() -> list[Any]:
     return [torch._C._get_dispatch_stack_at(i) for i in range(num_dispatch_modes())]
 
 
-def dynamo_is_active() -> bool:
-    """True when frames that are called now would be handed to dynamo (below a `torch.compile`)."""
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+# What new frames on this thread are handed to: dynamo below a `torch.compile`, else None. No public
+# name tells. A C function, so that asking makes no frame for dynamo to look at.
+frame_callback: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def with_frame_callback(callback: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, whose frames are handed to `callback`, also when it is called from code that
+    `torch.compiler.disable` keeps from dynamo. The public switch has no inner "on".
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = torch._C._dynamo.eval_frame.set_eval_frame(callback)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch._C._dynamo.eval_frame.set_eval_frame(before)
+
+    return call
+
+
+def register_composable(module: nn.Module, name: str) -> None:
+    """Note in torch's registry of composable APIs that `name` was applied to `module`.
+
+    `replicate` leaves modules alone that `fully_shard` manages; it looks nowhere else.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+    registry[name] = RegistryItem()
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether DDP reduces the gradients of `module`, as a wrapper or by `replicate`."""
+    composed = module.__dict__.get(REGISTRY_KEY, ())
+    return "replicate" in composed or isinstance(module, nn.parallel.DistributedDataParallel)
 
 
 def default_store() -> dist.Store | None:

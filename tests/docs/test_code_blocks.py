@@ -193,6 +193,10 @@ def _train(words: list[str], folder: Path) -> None:
 def _torchrun(words: list[str], folder: Path) -> None:
     nproc = int(words[words.index("--nproc-per-node") + 1])
     module = words.index("-m")
+    if words[module + 1] == "shardwise.install":
+        script = words[module + 2]
+        assert script == "train.py" or (ROOT / script).exists()
+        return
     assert words[module + 1] == "shardwise.train"
     _train([*words[module + 2 :], "--nproc", str(nproc)], folder)
 

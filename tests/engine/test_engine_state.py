@@ -233,3 +233,18 @@ def test_loading_what_does_not_fit(rank: int, world: int) -> None:
     }
     model.load_state_dict(dtensors)
     same_weights(model, state)
+
+
+@on_ranks(2)
+def test_assign_reaches_every_module_of_a_list(world: int) -> None:
+    """Modules of one unit are loaded one after the other."""
+    model = make(Mlp)
+    sw.fully_shard([model.layers[0], model.norm], mesh=line(world))
+    sw.fully_shard(model, mesh=line(world))
+    new = {n: (p.detach() + 1) for n, p in model.state_dict().items()}
+    model.load_state_dict(new, assign=True)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.to_local(), new[name].to_local()), name
+    model(batch(model, 0, 0))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.to_local(), new[name].to_local()), name

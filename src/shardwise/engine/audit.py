@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import local_of
+from shardwise._torch_compat import is_replicated, local_of
 from shardwise.comm.transport import Axis
 from shardwise.engine.mesh import ShardMesh
 
@@ -162,9 +162,13 @@ def models_running(module: nn.Module) -> Iterator[nn.Module]:
 def check_owned(root: nn.Module, owned: set[int], ignored: set[int], data_ranks: set[int]) -> None:
     """Raise for trainable parameters, in `root` or in a model that is calling it, that are in no
     unit: their gradients would stay those of one rank. DTensors whose own mesh holds the
-    `data_ranks` of the units reduce their gradients themselves.
+    `data_ranks` of the units reduce their gradients themselves. What DDP has (`replicate`), it
+    reduces.
     """
-    for model in (root, *models_running(root)):
+    models = (root, *models_running(root))
+    replicas = {m for model in models for m in model.modules() if is_replicated(m)}
+    owned = owned | {id(p) for m in replicas for p in m.parameters()}
+    for model in models:
         stray = [
             name
             for name, p in model.named_parameters()

@@ -177,6 +177,9 @@ class BackwardPass:
         it.
         """
         context = self.context
+        for unit in context.units:
+            if not unit.requires_sync:
+                unit.collect_left_gradients()
         for unit in reversed(context.order[:]):
             if unit in self._touched or unit.has_unreduced:
                 context.order.remove(unit)

@@ -41,7 +41,15 @@ def forget(backward: BackwardPass) -> None:
 def _end(task: int) -> None:
     """Autograd has run all nodes of a graph task."""
     passes = _ENDS.pop(task, [])
-    ending = [b for b in passes if b.first_task == task]
+    _finish(passes, [b for b in passes if b.first_task == task])
+
+
+def end_now(backward: BackwardPass) -> None:
+    """End a pass that no autograd graph belongs to."""
+    _finish([backward], [backward])
+
+
+def _finish(passes: list[BackwardPass], ending: list[BackwardPass]) -> None:
     try:
         for backward in passes:
             backward.flush()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from shardwise._torch_compat import graph_task
 from shardwise.comm.board import wait_for
 from shardwise.engine.backward import BackwardPass
+from shardwise.engine.backward_end import end_now
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.ledger import Torn, torn_in
 from shardwise.engine.prefetch import Prefetch
@@ -47,6 +48,7 @@ class Context:
         self.has_run = False
         self.torn: list[Torn] = []  # gradients that an exception left half done
         self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
+        self._reached: set[Unit] = set()  # by backwards without sync, see `reduce_partials`
         self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
 
     # -- units -----------------------------------------------------------------------------------
@@ -158,6 +160,7 @@ class Context:
             unit.abandon()
         self.order.clear()
         self.prefetch.forget()
+        self._reached.clear()
         self.depth = 0
         self.num_tokens, self.is_accumulating, self.divisor = None, False, None
 
@@ -213,6 +216,44 @@ class Context:
         self.backward.watch_end()
         return self.backward
 
+    def reduce_partials(self) -> None:
+        """Reduce what backwards without sync have left, as the end of a backward would.
+
+        Pipelines do this once per step, when all micro-batches are through.
+        """
+        if graph_task() is not None:
+            raise EngineError("reduce_partials: a backward runs; call it between backwards")
+        if self.backward is not None:
+            self.abandon()  # an exception ended it
+        self.backward = BackwardPass(self)
+        self._enter("backward", "")
+        try:
+            for unit in self.units:
+                unit.collect_left_gradients()
+            self._check_reached()
+            self.divisor = self.total_tokens()
+            end_now(self.backward)
+        except BaseException:
+            if self.backward is not None:
+                self.abandon()
+            raise
+
+    def _check_reached(self) -> None:
+        """Schedules that compute gradients of inputs and weights apart (zero bubble) look for the
+        parameters in the graph of the first; where they find shards they lose gradients silently.
+        """
+        reached, self._reached = self._reached, set()
+        empty = [
+            u.name for u in self.units if u in reached and u.is_trainable and not u.has_unreduced
+        ]
+        if empty:
+            raise EngineError(
+                f"{', '.join(empty)}: backwards went through, but no parameter has a gradient. A "
+                "schedule that computes gradients of inputs and of weights apart (zero bubble) "
+                "needs the full parameters in between: pass reshard_after_forward=False to "
+                "fully_shard"
+            )
+
     def end_backward(self) -> None:
         self.backward = None
         if not self.order:
@@ -224,6 +265,8 @@ class Context:
         self.backward_pass().gradient_arrived(unit, bucket, index)
 
     def pre_backward(self, call: OpenCall, _grad: torch.Tensor) -> None:
+        if not call.unit.requires_sync:
+            self._reached.add(call.unit)
         self.backward_pass().pre_backward(call.unit)
 
     def input_done(self, call: OpenCall, _grad: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from shardwise._torch_compat import dynamo_is_active
+from shardwise._torch_compat import frame_callback, register_composable, with_frame_callback
 from shardwise.engine import forward
 from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, meta_tensors
 from shardwise.engine.context import Context
@@ -33,6 +33,7 @@ from shardwise.engine.state import (
 from shardwise.engine.unit import Unit
 
 _CLASSES: dict[type, type] = {}
+_also: list[type] = []  # see `count_as`
 
 
 class UnshardHandle:
@@ -66,10 +67,9 @@ class FSDPModule(UnitSettings):
         if not state.is_known:
             torch.compiler.disable(adopt)(cast(nn.Module, self))
         call = super().__call__  # type: ignore[misc]
-        if dynamo_is_active():  # torch.compile around the model: the engine runs outside of graphs
-            return torch.compiler.disable(forward.run)(
-                state.unit, state.recompute, call, args, kwargs
-            )
+        callback = frame_callback()
+        if callback is not None:  # torch.compile around the model
+            return torch.compiler.disable(_run_outside_graphs)(state, call, callback, args, kwargs)
         return forward.run(state.unit, state.recompute, call, args, kwargs)
 
     # -- full parameters -------------------------------------------------------------------------
@@ -149,16 +149,36 @@ class FSDPModule(UnitSettings):
         return new
 
 
+def _run_outside_graphs(
+    state: ModuleState, call: Any, callback: Any, args: Any, kwargs: Any
+) -> Any:
+    """One call below a `torch.compile`: the engine is not traced, the module's own forward is."""
+    call = with_frame_callback(callback, call)
+    return forward.run(state.unit, state.recompute, call, args, kwargs)
+
+
 # -- swapping, adopting --------------------------------------------------------------------------
 def swap_class(module: nn.Module, state: ModuleState) -> None:
     """Make `module` an `FSDP<Name>` that carries `state`."""
     cls = type(module)
     swapped = _CLASSES.get(cls)
     if swapped is None:
-        swapped = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})
+        bases = (FSDPModule, cls, *_also)
+        swapped = type(f"FSDP{cls.__name__}", bases, {"__module__": cls.__module__})
         _CLASSES[cls] = swapped
     module.__class__ = swapped
     module.__dict__[STATE] = state
+    register_composable(module, "fully_shard")
+
+
+def count_as(also: tuple[type, ...]) -> None:
+    """Let all sharded modules, those that are sharded already too, be instances of further classes.
+
+    They stand behind the original class and `nn.Module`, so nothing of theirs takes precedence.
+    """
+    _also[:] = also
+    for cls, swapped in _CLASSES.items():
+        swapped.__bases__ = (FSDPModule, cls, *also)
 
 
 def adopt_if_new(module: Any) -> None:
@@ -261,3 +281,18 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     state = state_of(module)
     assert state is not None
     state.methods.append(method_name)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots share streams and transports. They do so without it: units of one mesh
+    share a transport, units of one device share its streams. So only the argument is checked.
+
+    Args:
+        modules: sharded modules, e.g. the stages of a pipeline on this rank.
+    """
+    for module in modules:
+        if state_of(module) is None:
+            raise ValueError(
+                f"share_comm_ctx: expected a list of FSDPModules, found {type(module).__name__}; "
+                "call fully_shard on it"
+            )

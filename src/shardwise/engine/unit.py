@@ -165,6 +165,10 @@ class Unit:
         return any(not p.full.requires_grad for b in self.buckets for p in b.params)
 
     @property
+    def is_trainable(self) -> bool:
+        return any(p.sharded.requires_grad for p in self.params)
+
+    @property
     def is_fresh(self) -> bool:
         return not self.is_stale and self.is_current_copy
 
@@ -322,8 +326,12 @@ class Unit:
         self.context.note("FR", self)
 
     def reshard_for_state_dict(self) -> None:
-        """State dicts show shards, whatever is gathered."""
-        if not self.keeps_between_steps and self.wires[0].depth == 0:
+        """State dicts show shards, whatever is gathered.
+
+        With `assign=True` the modules of a list are loaded one after the other: what the first was
+        given is left alone when the next one's turn comes.
+        """
+        if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
             self.reshard()
 
     def start_user_unshard(self) -> None:
@@ -481,6 +489,19 @@ class Unit:
         else:
             grads.skip(index, self.scale(grads.state))
         return grads.is_complete and all(g.is_complete for g in self.grads)
+
+    def collect_left_gradients(self) -> None:
+        """Take in gradients that somebody else than autograd's accumulator put on full parameters:
+        pipeline schedules that compute gradients of weights by themselves do.
+        """
+        for bucket in self.buckets:
+            for i, param in enumerate(bucket.params):
+                grad, param.full.grad = param.full.grad, None
+                if grad is not None:
+                    grads = self._grads_of[id(bucket)]
+                    grads.ledger.told |= 1 << i
+                    grads.ledger.num_told += 1
+                    grads.accumulate(i, grad * self.context.share)
 
     def scale(self, bucket: BucketState) -> Scale:
         return mean_scale(
