@@ -11,8 +11,9 @@ from engine_kit import line
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.grouping import choose_units, parse_size
+from shardwise.engine.grouping import choose_units
 from shardwise.engine.state import units_in
+from shardwise.units import parse_size
 
 
 class Block(nn.Module):

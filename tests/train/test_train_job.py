@@ -145,7 +145,7 @@ def test_micro_batches_do_not_change_the_result(rank, tmp_path):
 
 @on_ranks(2)
 def test_bfloat16_and_activation_checkpointing_learn(rank, tmp_path):
-    options = {"shard__param_dtype": "bfloat16", "shard__activation_checkpointing": True}
+    options = {"shard__param_dtype": "bfloat16", "shard__activation_checkpointing": "full"}
     run_job(tmp_path / "run", train__steps=20, optim__lr=0.01, **options)
     rows = read_rows(tmp_path / "run")
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]

@@ -47,7 +47,7 @@ def test_metrics_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
 
 
 def test_metrics_in_bf16(tmp_path: Path) -> None:
-    options = {**ANY, "shard__param_dtype": "bfloat16", "shard__activation_checkpointing": True}
+    options = {**ANY, "shard__param_dtype": "bfloat16", "shard__activation_checkpointing": "full"}
     expected = numbers(1, tmp_path / "one", **options)
     assert numbers(3, tmp_path / "three", **options) == expected
 

@@ -23,6 +23,10 @@ _COMMANDS = {
         "shardwise.bench.command",
         "compare engines on one model: time, memory, communication",
     ),
+    "explain": (
+        "shardwise.cli.explain",
+        "show the units of a job and what they cost, without running it",
+    ),
     "checkpoint": (
         "shardwise.cli.checkpoint",
         "list, verify, compare, import, export and convert checkpoints",

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from shardwise._torch_compat import graph_task
+from shardwise.engine.activations import KEEP, Activations
 from shardwise.engine.context import Context
 from shardwise.engine.outputs import cast_floats, map_tensors, tensors_in
 from shardwise.engine.unit import OpenCall, Unit
 
 
-def run(unit: Unit, recompute: bool, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def run(
+    unit: Unit, activations: Activations, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     """`forward(*args, **kwargs)` with the unit's parameters gathered."""
     context = unit.context
     outermost = context.begin_call(unit.name)
@@ -35,10 +37,10 @@ def run(unit: Unit, recompute: bool, forward: Callable[..., Any], args: Any, kwa
         args, kwargs = _prepare_inputs(unit, outermost, args, kwargs)
         call = unit.open_call(in_backward)
         _watch_inputs(context, call, args, kwargs)
-        if recompute and torch.is_grad_enabled():
-            out = checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
-        else:
+        if activations is KEEP or not torch.is_grad_enabled():
             out = forward(*args, **kwargs)
+        else:
+            out = activations.run(unit, forward, args, kwargs)
         if unit.policy.output_dtype is not None:
             out = cast_floats(out, unit.policy.output_dtype)
         if _watch_outputs(context, call, out) and not in_backward:

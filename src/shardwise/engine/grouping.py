@@ -17,28 +17,18 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 import torch.nn as nn
+
+from shardwise.units import parse_size
 
 DEFAULT_UNIT_BYTES = 64 * 2**20
 
 # A collective takes about 30 us beside its bytes on NVLink (100 GB/s: 3 MB), 200 us between CPU
 # ranks (10 GB/s: 2 MB; benchmarks/fences.py measures it).
 SMALL_UNIT_BYTES = 2 * 2**20
-
-_SIZES = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
 
 Group = list[str]  # names of the modules of one unit
 
@@ -55,14 +45,6 @@ def choose_units(model: nn.Module, unit: str | int | Sequence[str] = "auto") -> 
         size = parse_size(unit)
         return _alone(_by_names(model, [unit]) if size is None else _by_bytes(model, size))
     return _alone(_by_names(model, list(unit)))
-
-
-def parse_size(text: str) -> int | None:
-    """Bytes of "32MiB", "1.5 GB", "4096"; None when it is no size."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _SIZES:
-        return None
-    return int(float(match[1]) * _SIZES[match[2].lower()])
 
 
 def _alone(names: list[str]) -> list[Group]:

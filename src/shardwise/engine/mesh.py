@@ -63,9 +63,6 @@ def default_mesh() -> DeviceMesh:
     """
     if not dist.is_available():
         raise RuntimeError("this build of torch has no torch.distributed; install one that has it")
-    device_type = (
-        accelerator.type if (accelerator := torch.accelerator.current_accelerator()) else "cpu"
-    )
     if not dist.is_initialized():
         if "RANK" not in os.environ:
             raise RuntimeError(
@@ -73,7 +70,13 @@ def default_mesh() -> DeviceMesh:
                 "SCRIPT), or call torch.distributed.init_process_group() before fully_shard"
             )
         dist.init_process_group()
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    return init_device_mesh(default_device(), (dist.get_world_size(),))
+
+
+def default_device() -> str:
+    """The accelerator's type if there is one."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator else "cpu"
 
 
 def resolve_mesh(

@@ -17,6 +17,7 @@ import torch.nn as nn
 
 from shardwise._torch_compat import frame_callback, register_composable, with_frame_callback
 from shardwise.engine import forward
+from shardwise.engine.activations import KEEP
 from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, meta_tensors
 from shardwise.engine.context import Context
 from shardwise.engine.copies import copy_attributes, copy_unit
@@ -70,7 +71,7 @@ class FSDPModule(UnitSettings):
         callback = frame_callback()
         if callback is not None:  # torch.compile around the model
             return torch.compiler.disable(_run_outside_graphs)(state, call, callback, args, kwargs)
-        return forward.run(state.unit, state.recompute, call, args, kwargs)
+        return forward.run(state.unit, state.activations, call, args, kwargs)
 
     # -- full parameters -------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -275,7 +276,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         assert self is not None
         adopt_if_new(self)
         bound = inner.__get__(self) if hasattr(method, "__func__") else inner
-        return forward.run(unit_of(self), False, bound, args, kwargs)
+        return forward.run(unit_of(self), KEEP, bound, args, kwargs)
 
     setattr(module, method_name, run_method)
     state = state_of(module)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn as nn
 
+from shardwise.engine.activations import KEEP
 from shardwise.engine.unit import Unit
 
 STATE = "_shardwise_state"
@@ -15,18 +16,18 @@ STATE = "_shardwise_state"
 class ModuleState:
     """What one sharded module knows. Modules of one list share their unit."""
 
-    __slots__ = ("is_known", "methods", "recompute", "unit")
+    __slots__ = ("activations", "is_known", "methods", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.methods: list[str] = []  # run like forward, see `register_fsdp_forward_method`
-        self.recompute = False  # activation checkpointing inside the call
+        self.activations = KEEP  # or recomputed, or moved to the host
         self.is_known = False  # a root has taken this module in
 
     def on(self, unit: Unit) -> ModuleState:
         """The same state on the unit of a copy."""
         new = ModuleState(unit)
-        new.recompute = self.recompute
+        new.activations = self.activations
         return new
 
 

@@ -9,7 +9,9 @@ and the effective configuration that a run writes leaves them out. Reading files
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from shardwise.units import parse_size
 
 DType = Literal["float32", "bfloat16"]
 StrategyName = Literal[
@@ -116,6 +118,8 @@ class OptimConfig:
     """After the warm-up: down a cosine to final_lr_ratio * lr, or constant."""
     final_lr_ratio: float = 0.1
     """Where the cosine ends, as a share of lr."""
+    in_backward: bool = False
+    """Step each unit in the backward and free its gradients; needs train.grad_clip = 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +134,16 @@ class ShardConfig:
     """What forward and backward compute in; master weights stay float32."""
     reduce_dtype: DType = "float32"
     """What gradients are summed in."""
-    activation_checkpointing: bool = False
-    """Recompute each unit's activations in backward instead of keeping them."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """full: recompute each unit's forward in backward; selective: all but matrix products."""
+    offload_activations: bool = False
+    """Let what units save for backward wait in host memory; accelerators only."""
+    gather_limit: str | int = 0
+    """Bytes (or "256MiB") of gathered parameters that prefetching may reach; 0: one unit ahead."""
+    overrides: tuple[str, ...] = ()
+    """Another strategy or transport for units by name: "blocks.0=shard_grad_op", "head=:c10d"."""
+    compile: bool = False
+    """torch.compile the forward of each unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +267,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
     if isinstance(config.shard.unit, int) and config.shard.unit < 1:
         found.append(("shard.unit", f"{config.shard.unit} bytes is not a size"))
     found += _strategy_problems(config)
+    found += _memory_problems(config)
     if config.run.reproducible == "any_world":
         found += _any_world_problems(config)
     return found
@@ -294,6 +307,47 @@ def _strategy_problems(config: Config) -> list[tuple[str, str]]:
         text = f"{replicate} replicas need shard.strategy hybrid_shard (or auto), not {strategy}"
         return [("mesh.replicate", text)]
     return []
+
+
+def _memory_problems(config: Config) -> list[tuple[str, str]]:
+    found = []
+    limit = gather_limit(config)
+    if limit is None or limit < 0:
+        text = f"{config.shard.gather_limit!r} is no size; write bytes, or for example 256MiB"
+        found.append(("shard.gather_limit", text))
+    for entry in config.shard.overrides:
+        try:
+            parse_override(entry)
+        except ValueError as error:
+            found.append(("shard.overrides", str(error)))
+    if config.optim.in_backward and config.train.grad_clip:
+        text = "the global norm is known only after the backward; set train.grad_clip = 0"
+        found.append(("optim.in_backward", text))
+    if config.optim.in_backward and config.run.reproducible == "any_world":
+        text = "any_world adds up all micro-batches before the step; leave one of them off"
+        found.append(("optim.in_backward", text))
+    return found
+
+
+def gather_limit(config: Config) -> int | None:
+    """`shard.gather_limit` in bytes; None when it is no size."""
+    limit = config.shard.gather_limit
+    return limit if isinstance(limit, int) else parse_size(limit)
+
+
+def parse_override(entry: str) -> tuple[str, dict[str, str]]:
+    """`PATTERN=STRATEGY`, `PATTERN=:TRANSPORT` or `PATTERN=STRATEGY:TRANSPORT`."""
+    pattern, equals, value = entry.partition("=")
+    strategy, _, transport = value.partition(":")
+    if not equals or not value.strip(":"):
+        raise ValueError(f"{entry!r}: expected PATTERN=STRATEGY[:TRANSPORT]")
+    known = get_args(StrategyName)[1:]
+    if strategy and strategy not in known:
+        raise ValueError(f"{entry!r}: unknown strategy; choose one of {', '.join(known)}")
+    if transport not in ("", "auto", "c10d", "shared_memory"):
+        raise ValueError(f"{entry!r}: unknown transport; choose c10d, shared_memory or auto")
+    chosen = {"strategy": strategy, "transport": transport}
+    return pattern, {key: text for key, text in chosen.items() if text}
 
 
 def _any_world_problems(config: Config) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 import shardwise
+from shardwise import step_in_backward
 from shardwise.checkpoint import store
 from shardwise.checkpoint.files import replace_file
 from shardwise.checkpoint.manager import CheckpointManager
@@ -78,6 +79,8 @@ def _build(
     shard_and_fill(model, config, device, ranks.world_size)
     fused = config.run.reproducible != "any_world" or device.type != "cpu"
     optimizer = build_optimizer(model, config.optim, fused=fused)
+    if config.optim.in_backward:
+        step_in_backward(model, optimizer)
     ranks.on_each(lambda: numerics.check(config, model, optimizer))
     step = position = 0
     seed_rng(config.run.seed, step, ranks.rank)

@@ -115,9 +115,10 @@ def _train_step(
     if run is None:
         means = dict(zip(names, table[:, 3:].mean(dim=0).tolist(), strict=True))
     _check_finite(means["loss"], "loss", job)
-    max_norm = config.train.grad_clip or math.inf
-    grad_norm = float(clip_grad_norm_(job.model.parameters(), max_norm))
-    _check_finite(grad_norm, "gradient norm", job)
+    if not config.optim.in_backward:
+        max_norm = config.train.grad_clip or math.inf
+        means["grad_norm"] = float(clip_grad_norm_(job.model.parameters(), max_norm))
+        _check_finite(means["grad_norm"], "gradient norm", job)
     job.optimizer.step()
 
     elapsed_s = time.perf_counter() - started
@@ -126,7 +127,6 @@ def _train_step(
     row = {
         "step": job.step,
         **means,
-        "grad_norm": grad_norm,
         "lr": lr,
         "epoch": job.position / order.num_samples,
         speed: per_step / elapsed_s,
@@ -139,7 +139,11 @@ def _train_step(
 def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
     """All micro-batches of this rank; returns the means of what the model logs."""
     batches = list(_micro_batches(job, order))
-    reduce_once = resolved_strategy(job.config) in ("no_shard", "shard_optimizer")
+    config = job.config
+    reduce_once = config.optim.in_backward or resolved_strategy(config) in (
+        "no_shard",
+        "shard_optimizer",
+    )
     sums: dict[str, Tensor] = {}
     for i, indices in enumerate(batches):
         batch = _to_device(job.data.train.batch(indices), job.device)
@@ -235,8 +239,9 @@ def _to_device(batch: Any, device: torch.device) -> Any:
 
 def _check_finite(value: float, what: str, job: Job) -> None:
     if not math.isfinite(value):
+        taken = "taken, in the backward" if job.config.optim.in_backward else "not taken"
         text = (
-            f"step {job.step}: the {what} is {value}; the step was not taken. Start again from the "
+            f"step {job.step}: the {what} is {value}; the step was {taken}. Start again from the "
             "last checkpoint with a lower optim.lr, or look at the data of this step"
         )
         try:

@@ -20,11 +20,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import MixedPrecisionPolicy, materialize, shard_model
 from shardwise.engine.grouping import choose_units
+from shardwise.engine.shard_model import override_for
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, CustomModelConfig, mesh_shape, resolved_strategy
+from shardwise.train.config import (
+    Config,
+    CustomModelConfig,
+    gather_limit,
+    mesh_shape,
+    parse_override,
+    resolved_strategy,
+)
 from shardwise.train.decoder import Decoder
 from shardwise.train.factory import load_factory
 
+_CHECKPOINTING: dict[str, bool | str] = {"none": False, "full": True, "selective": "selective"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -32,13 +41,15 @@ def build_model(config: Config, search_dir: Path | None) -> nn.Module:
     """The whole model, unsharded; the decoder on the meta device. Checks `shard.unit` on it."""
     model = _make_model(config, search_dir)
     try:
-        choose_units(model, _unit(config))
+        overrides = dict(parse_override(entry) for entry in config.shard.overrides)
+        override_for(choose_units(model, unit_of_config(config)), overrides)
     except ValueError as error:  # names that match nothing
         raise ConfigError(f"shard.{error}") from None
     return model
 
 
-def _unit(config: Config) -> str | int | list[str]:
+def unit_of_config(config: Config) -> str | int | list[str]:
+    """`shard.unit` as the engine takes it."""
     unit = config.shard.unit
     return list(unit) if isinstance(unit, tuple) else unit
 
@@ -62,6 +73,14 @@ def _make_model(config: Config, search_dir: Path | None) -> nn.Module:
     return model
 
 
+def policy_of(config: Config) -> MixedPrecisionPolicy:
+    """The dtypes of [shard]."""
+    section = config.shard
+    return MixedPrecisionPolicy(
+        param_dtype=_DTYPES[section.param_dtype], reduce_dtype=_DTYPES[section.reduce_dtype]
+    )
+
+
 def shard_and_fill(
     model: nn.Module, config: Config, device: torch.device, world_size: int
 ) -> nn.Module:
@@ -76,17 +95,22 @@ def shard_and_fill(
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    param_dtype, reduce_dtype = _DTYPES[section.param_dtype], _DTYPES[section.reduce_dtype]
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     shard_model(
         model,
         mesh=mesh,
         strategy=strategy,
-        unit=_unit(config),
+        unit=unit_of_config(config),
         transport=section.transport,
-        mp_policy=policy,
-        activation_checkpointing=section.activation_checkpointing,
+        mp_policy=policy_of(config),
+        activation_checkpointing=_CHECKPOINTING[section.activation_checkpointing],
+        offload_activations=section.offload_activations,
+        gather_limit=gather_limit(config) or None,
+        overrides=dict(parse_override(entry) for entry in section.overrides),
     )
+    if section.compile:
+        for group in choose_units(model, unit_of_config(config)):
+            for name in group:
+                model.get_submodule(name).compile()
     if on_meta:
         materialize(model, device=device, seed=config.run.seed)
     return model

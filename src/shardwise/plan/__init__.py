@@ -1,0 +1,1 @@
+"""What a job will need, computed from the layouts that the engine executes."""

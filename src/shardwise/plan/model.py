@@ -1,0 +1,153 @@
+"""The units of a model, and what each costs a rank: no process group, no memory (meta is enough).
+
+A unit's numbers are those of its `UnitLayout`, the object that the engine allocates and moves by:
+
+    kept       shards of parameters, their gradients, the optimizer's two fp32 moments
+    gathered   the whole parameters, while the unit runs
+    received   what a rank takes in per micro-batch: (W-1)/W of what is gathered or reduced, twice
+               that of what is summed over replicas
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+
+from shardwise.layout import (
+    MixedPrecisionPolicy,
+    ParamSpec,
+    Strategy,
+    UnitLayout,
+    layout_unit,
+    strategy_named,
+)
+from shardwise.layout.unit import Collective
+
+_MOMENTS = 2  # AdamW
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """One `fully_shard` call."""
+
+    name: str
+    modules: tuple[str, ...]
+    strategy: Strategy
+    transport: str
+    layout: UnitLayout
+    is_root: bool
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for b in self.layout.buckets for p in b.params)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Parameters, gradients and moments of a rank at the end of a backward."""
+        trained = sum(r.counts_offset for r in self.layout.reduces)
+        return self.layout.shard_bytes + self.layout.grad_bytes + _MOMENTS * 4 * trained
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return self.layout.collectives(root=self.is_root)
+
+    @property
+    def received_bytes(self) -> int:
+        """Per micro-batch with a reduction."""
+        total = 0.0
+        for c in self.collectives:
+            bucket = self.layout.buckets[0]
+            if c.kind == "all_reduce":
+                total += 2 * (bucket.replicas - 1) / bucket.replicas * c.size_bytes
+            elif c.kind == "gather":  # the size is one rank's part
+                total += (bucket.world - 1) * c.size_bytes
+            else:
+                total += (bucket.world - 1) / bucket.world * c.size_bytes
+        return round(total)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedModel:
+    """All units, innermost first, the root last."""
+
+    units: tuple[PlannedUnit, ...]
+    world: int
+    replicas: int
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(u.kept_bytes for u in self.units)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The most that is gathered at a time: the root's, what strategies keep, and the largest
+        other unit.
+        """
+        root = self.units[-1]
+        kept = [u for u in self.units[:-1] if u.strategy.lifetime != "use"]
+        passing = [u.layout.full_bytes for u in self.units[:-1] if u.strategy.lifetime == "use"]
+        always = root.layout.full_bytes + sum(u.layout.full_bytes for u in kept)
+        return always + max(passing, default=0)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(u.received_bytes for u in self.units)
+
+
+def plan_model(
+    model: nn.Module,
+    groups: Sequence[Sequence[str]],
+    *,
+    strategy: str,
+    policy: MixedPrecisionPolicy,
+    world: int,
+    replicas: int = 1,
+    transport: str = "auto",
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+) -> PlannedModel:
+    """Lay out `model` as `shard_model` would.
+
+    Args:
+        model: unsharded, on any device.
+        groups: of `choose_units`.
+        strategy, policy, transport: as in `shard_model`.
+        world: ranks of the shard axis; for `no_shard` of all.
+        replicas: ranks of the replicate axis.
+        overrides: by the name of a unit's first module, "" for the root.
+    """
+    seen: set[int] = set()
+    units = []
+    for group in [*groups, [""]]:
+        own = {"strategy": strategy, "transport": transport, **(overrides or {}).get(group[0], {})}
+        chosen = strategy_named(own["strategy"])
+        specs = _specs(model, group, seen)
+        alone = chosen.shard is None
+        layout = layout_unit(
+            group[0] or "(root)",
+            specs,
+            strategy=chosen,
+            policy=policy,
+            world=1 if alone else world,
+            replicas=world * replicas if alone else replicas,
+        )
+        name = group[0] or "(root)"
+        units.append(
+            PlannedUnit(name, tuple(group), chosen, str(own["transport"]), layout, not group[0])
+        )
+    return PlannedModel(tuple(units), world, replicas)
+
+
+def _specs(model: nn.Module, group: Sequence[str], seen: set[int]) -> list[ParamSpec]:
+    specs = []
+    for name in group:
+        module = model.get_submodule(name)
+        for key, param in module.named_parameters():
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            full = f"{name}.{key}" if name else key
+            specs.append(ParamSpec(full, tuple(param.shape), param.dtype, param.requires_grad))
+    return specs

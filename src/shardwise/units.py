@@ -1,0 +1,32 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_SIZES = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of "32MiB", "1.5 GB", "4096"; None when it is no size."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _SIZES:
+        return None
+    return int(float(match[1]) * _SIZES[match[2].lower()])
+
+
+def text_of_bytes(size_bytes: float) -> str:
+    """ "1.5 MiB"."""
+    for name, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.1f} {name}"
+    return f"{size_bytes:.0f} B"

@@ -1,0 +1,94 @@
+"""The plan is what the engine then does: same units, same bytes, same collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from ranks import on_ranks
+from shardwise.engine.grouping import choose_units
+from shardwise.engine.shard_model import override_for
+from shardwise.engine.state import units_in
+from shardwise.layout import MixedPrecisionPolicy
+from shardwise.plan.model import plan_model
+from shardwise.train.config import Config, DecoderConfig
+from shardwise.train.decoder import Decoder
+
+SIZES = DecoderConfig(dim=32, layers=3, heads=2, vocab_size=97)
+OVERRIDES: list[dict[str, Any]] = [{}, {"blocks.0": {"strategy": "shard_grad_op"}, "": {}}]
+
+
+def decoder(**sizes: Any) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(SIZES, Config().data.seq_len)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize("overrides", OVERRIDES)
+@on_ranks(2)
+def test_plan_is_what_the_engine_does(
+    strategy: str, overrides: dict[str, Any], rank: int, world: int
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = decoder()
+    groups = choose_units(model, "Block")
+    plan = plan_model(
+        model,
+        groups,
+        strategy=strategy,
+        policy=policy,
+        world=world,
+        overrides=override_for(groups, overrides),
+    )
+    sw.shard_model(
+        model,
+        mesh=init_device_mesh("cpu", (world,)),
+        strategy=strategy,
+        unit="Block",
+        transport="c10d",
+        mp_policy=policy,
+        overrides=overrides,
+    )
+    sw.materialize(model, seed=0)
+    units = units_in(model)
+    tokens = torch.zeros(1, 9, dtype=torch.long)
+    for _ in range(2):
+        with sw.record_events(model) as log:
+            model(tokens).backward()
+        for p in model.parameters():
+            p.data.mul_(1.0)  # a step
+            p.grad = None
+    found = {unit.name: unit for unit in units}
+    assert [u.name for u in plan.units] == [f"blocks.{i}" for i in (2, 1, 0)] + ["(root)"]
+    for planned in plan.units:
+        unit = found[planned.name]
+        assert planned.strategy == unit.strategy
+        assert planned.layout.shard_bytes == sum(b.layout.shard_bytes for b in unit.buckets)
+        assert planned.layout.full_bytes == unit.full_bytes
+        if unit.mesh.shard.size == 1:
+            continue
+        gathers = sum(c.kind == "gather" for c in planned.collectives)
+        issued = log.text("AG").split(" | ").count(f"AG {unit.name}") * len(unit.buckets)
+        if planned.is_root and strategy == "full_shard":
+            gathers += len(unit.buckets)  # a strategy by name releases the root, too
+        assert issued == gathers, planned.name
+
+
+def test_what_a_rank_keeps() -> None:
+    """Two matrices of 8 x 8 without bias, 4 ranks, by hand."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False)
+    )
+    policy = MixedPrecisionPolicy()
+    plan = plan_model(model, [["0"]], strategy="full_shard", policy=policy, world=4)
+    part = 8 * 8 * 4 // 4
+    assert [u.kept_bytes for u in plan.units] == [4 * part] * 2
+    assert plan.gathered_bytes == 2 * 8 * 8 * 4
+    gather, reduce = 3 * part, round(3 / 4 * (4 * part + 4 * 4))
+    assert [u.received_bytes for u in plan.units] == [2 * gather + reduce, gather + reduce]
+    kept = plan_model(model, [["0"]], strategy="shard_grad_op", policy=policy, world=4)
+    assert kept.received_bytes == 2 * (gather + reduce)
