@@ -155,7 +155,7 @@ def _run_outside_graphs(
 ) -> Any:
     """One call below a `torch.compile`: the engine is not traced, the module's own forward is."""
     call = with_frame_callback(callback, call)
-    return forward.run(state.unit, state.recompute, call, args, kwargs)
+    return forward.run(state.unit, state.activations, call, args, kwargs)
 
 
 # -- swapping, adopting --------------------------------------------------------------------------
