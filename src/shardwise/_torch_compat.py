@@ -151,6 +151,14 @@ def tensor_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], torc
     return tuple((tensor._backward_hooks or {}).values())
 
 
+def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor over the memory of a subclass instance. `as_subclass(torch.Tensor)` alone is
+    converted back by the default `__torch_function__`.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach().as_subclass(torch.Tensor)
+
+
 def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy many tensors by one call, which costs the host 0.5 us for each; a loop over `copy_`
     costs 2 to 3 us.

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Transport
+from shardwise.engine.added import watch_registrations
 from shardwise.engine.audit import synchronize
 from shardwise.engine.build import Found, Plan, find_params, move_buffers, own_modules
 from shardwise.engine.context import Context
@@ -98,14 +99,14 @@ def fully_shard(
         strategy=chosen,
         offload=offload_policy if hasattr(offload_policy, "pin_memory") else None,
         transport_name=transport,
+        place_of=Placer(shard_placement_fn, shard_mesh, chosen),
     )
     ignored = frozenset(id(p) for p in ignored_params or ())
-    found, ties = find_params(
-        modules, set(ignored), Placer(shard_placement_fn, shard_mesh, chosen), _is_sharded
-    )
+    found, ties = find_params(modules, set(ignored), plan.place_of, _is_sharded)
     for on_mesh, tensors in _full_tensors(modules, found, shard_mesh):
         synchronize(tensors, on_mesh)
     watch_optimizers()
+    watch_registrations()
     name = type(modules[0]).__name__
     unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
     unit.tie(ties)

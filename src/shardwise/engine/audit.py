@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import is_replicated, local_of
 from shardwise.comm.transport import Axis
+from shardwise.engine.extensions import inner_tensors
 from shardwise.engine.mesh import ShardMesh
 
 log = logging.getLogger("shardwise")
@@ -37,7 +38,12 @@ def synchronize(named: list[tuple[str, torch.Tensor]], mesh: ShardMesh) -> None:
     Costs one pass over the tensors and one small all-gather per axis; tensors are sent only when
     they differ.
     """
-    tensors = [(n, local_of(t) if isinstance(t, DTensor) else t) for n, t in named if not t.is_meta]
+    tensors = [
+        (n, inner)
+        for n, t in named
+        if not t.is_meta
+        for inner in inner_tensors(local_of(t) if isinstance(t, DTensor) else t)
+    ]
     if not tensors or mesh.world == 1:
         return
     for axis in (mesh.shard, mesh.replicate):
@@ -102,11 +108,11 @@ def mark_unfilled(candidates: list[tuple[nn.Module, str]]) -> None:
         tensor = module._buffers.get(key) if tensor is None else tensor
         if tensor is None or tensor.is_meta:
             continue
-        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
-        if local.dtype.is_floating_point or local.dtype.is_complex:
-            local.fill_(float("nan"))
-        elif local.dtype != torch.bool and local.dtype != torch.uint8:
-            local.fill_(_INT_SENTINEL)
+        for local in inner_tensors(local_of(tensor) if isinstance(tensor, DTensor) else tensor):
+            if local.dtype.is_floating_point or local.dtype.is_complex:
+                local.fill_(float("nan"))
+            elif local.dtype != torch.bool and local.dtype != torch.uint8:
+                local.fill_(_INT_SENTINEL)
         module.__dict__.setdefault(_UNFILLED, set()).add(key)
 
 
@@ -131,7 +137,11 @@ def check_filled(root: nn.Module) -> None:
 
 
 def _is_untouched(tensor: torch.Tensor) -> bool:
-    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    inner = list(inner_tensors(local_of(tensor) if isinstance(tensor, DTensor) else tensor))
+    return bool(inner) and all(_holds_marks(local) for local in inner)
+
+
+def _holds_marks(local: torch.Tensor) -> bool:
     if not local.numel():
         return False
     if local.dtype.is_floating_point or local.dtype.is_complex:

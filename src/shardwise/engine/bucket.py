@@ -27,8 +27,9 @@ from shardwise._torch_compat import local_of, set_versions
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam
-from shardwise.engine.shard_tensor import Mark
-from shardwise.layout import BucketLayout, OffloadPolicy
+from shardwise.engine.shard_tensor import Mark, ShardTensor
+from shardwise.errors import EngineError
+from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy
 
 _NOTHING = contextlib.nullcontext()
 
@@ -52,13 +53,20 @@ class BucketState:
         self.mesh = mesh
         self.transport = transport
         self.mark = mark
+        self.policy = MixedPrecisionPolicy()
         self.offload = offload is not None and mesh.device.type != "cpu"
         self.pins_memory = self.offload and getattr(offload, "pin_memory", False)
         self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
         self.bucket: Bucket | None = None  # None while the parameters are on the meta device
         self.aliases = layout.world == 1 and not layout.needs_cast and not self.offload
         self._hooked: set[int] = set()
+        self._fulls: tuple[torch.Tensor, ...] = ()
         self._version = 0  # of the full parameters when they were gathered
+
+    @property
+    def regroups(self) -> bool:
+        """Whether `reshard_after_forward=int` keeps parts of it over a smaller world."""
+        return self.layout.world > 1
 
     # -- making ----------------------------------------------------------------------------------
     def allocate(self) -> None:
@@ -67,6 +75,21 @@ class BucketState:
         self.bucket = self.transport.attach(self.name, self.layout, device)
         if self.pins_memory:
             self.bucket.buffer = self.bucket.buffer.pin_memory()
+
+    def shard_for(self, index: int, origin: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `origin`, which is whole or sharded alike already, in its place."""
+        param = self.params[index]
+        if origin.is_meta:
+            shape = param.layout.shard_shape(self.mesh.shard.rank)
+            return torch.empty(shape, dtype=self.layout.dtype, device="meta")
+        local = self.local_view(index)
+        with torch.no_grad():
+            local.copy_(own_part(param, origin, self.mesh.shard.rank))
+        return local
+
+    def fresh_shard(self, index: int) -> torch.Tensor:
+        """Memory for a parameter that was on meta until now."""
+        return self.local_view(index)
 
     def local_view(self, index: int) -> torch.Tensor:
         """This rank's part of a parameter, as a view into the shard buffer."""
@@ -127,7 +150,7 @@ class BucketState:
                 trainable |= 1 << i
                 if i not in self._hooked:
                     full.register_post_accumulate_grad_hook(
-                        _arrival_hook(weakref.ref(self), i, arrived)
+                        _arrival_hook(weakref.ref(self), i, arrived, self.unit)
                     )
                     self._hooked.add(i)
         return trainable
@@ -163,6 +186,11 @@ class BucketState:
         version = 2 * self.mark.count + 1
         set_versions(self._fulls, (version,) * len(self._fulls))
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Memory of the full parameters, 0 when they are released."""
+        return 0 if self.aliases else self.storage.nbytes()
+
     def set_gathered_versions(self) -> None:
         self._version = version = 2 * self.mark.count
         set_versions(self._fulls, (version,) * len(self._fulls))
@@ -186,6 +214,8 @@ class BucketState:
         """True when the registered parameters are the ones over this bucket's buffer."""
         if not self.is_registered():
             return False
+        if any(hasattr(param.local, "fsdp_pre_all_gather") for param in self.params):
+            return False  # hooks were set on the local tensor: another kind of bucket
         if self.bucket is None:
             return all(param.sharded.is_meta for param in self.params)
         storage = self.bucket.buffer.untyped_storage().data_ptr()
@@ -222,12 +252,57 @@ class BucketState:
                 parameters[name] = sharded
 
 
+def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tensor:
+    """This rank's rows of `origin`, which is whole, in the gathered form, or sharded alike
+    already.
+    """
+    spread = param.spread
+    if isinstance(origin, DTensor):
+        if type(origin) is not ShardTensor and spread.is_gathered_form(origin):
+            return _rows(param, local_of(origin), rank)
+        return checked_local(param, origin, rank).detach()
+    if spread.whole is not None and origin.shape != spread.shape:
+        raise ValueError(
+            f"{param.name}: replaced by a plain tensor of shape {tuple(origin.shape)}, "
+            f"expected the full {tuple(spread.shape)}, of which every rank takes its part"
+        )
+    return _rows(param, spread.own_part(origin), rank)
+
+
+def _rows(param: ShardedParam, own: torch.Tensor, rank: int) -> torch.Tensor:
+    p = param.layout
+    if own.ndim == 0:
+        return own.detach()
+    return own.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
+
+
+def checked_local(param: ShardedParam, origin: DTensor, rank: int) -> torch.Tensor:
+    """The part of a parameter that is sharded already, like this rank's."""
+    local, shape = local_of(origin), param.layout.shard_shape(rank)
+    if tuple(local.shape) != shape:
+        raise ValueError(
+            f"{param.name}: replaced by a DTensor with placements {origin.placements} and a "
+            f"local part of shape {tuple(local.shape)}, expected {shape}; distribute it like "
+            "the one it replaces"
+        )
+    return local
+
+
 def _arrival_hook(
-    bucket: weakref.ref[BucketState], index: int, arrived: Callable[[Any, int], None]
+    bucket: weakref.ref[BucketState],
+    index: int,
+    arrived: Callable[[Any, int], None],
+    owner: Callable[[], Any],
 ) -> Callable[[torch.Tensor], None]:
     def hook(full: torch.Tensor) -> None:
         state = bucket()
         if state is not None:
             arrived(state, index)
+        elif (unit := owner()) is not None and full.grad is not None:
+            full.grad = None
+            raise EngineError(
+                f"{unit.name}: this backward goes through a forward from before the unit was laid "
+                "out anew (parameters added, removed, moved or cast); run the backward first"
+            )
 
     return hook

@@ -9,16 +9,16 @@ whether it is a plain tensor, a shard, or on the meta device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import local_of
 from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Axis, Transport
-from shardwise.engine.bucket import BucketState
+from shardwise.engine.bucket import BucketState, own_part
+from shardwise.engine.extensions import ExtensionBucket, is_extended
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam, Slot, home_of
 from shardwise.engine.placing import Place
@@ -69,6 +69,11 @@ class Plan:
     strategy: Strategy
     offload: OffloadPolicy | None
     transport_name: str | Transport = "auto"
+    place_of: Callable[[str, nn.Parameter], Place] = field(kw_only=True)
+
+    def for_extensions(self) -> Plan:
+        """Payloads that are made inside a phase need collectives, see `extensions`."""
+        return self if self.transport.name in ("c10d", "fake") else self.on_transport("c10d")
 
     def on_transport(self, name: str) -> Plan:
         """The same on another transport."""
@@ -125,21 +130,43 @@ def own_modules(
 
 def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
     """Lay out, allocate, move, register; mesh by mesh, the unit's own first."""
-    groups: dict[tuple[Axis, Axis], list[Found]] = {plan.mesh.axes: []}
+    groups: dict[tuple[tuple[Axis, Axis], bool], list[Found]] = {(plan.mesh.axes, False): []}
     for f in found:
-        groups.setdefault(f.mesh.axes, []).append(f)
+        extended = is_extended(f.param, f.name)
+        if extended:
+            _check_extended(f)
+        groups.setdefault((f.mesh.axes, extended), []).append(f)
     return [
-        b for group in groups.values() if group for b in _buckets_on(unit_name, group, plan, mark)
+        bucket
+        for (_, extended), group in groups.items()
+        if group
+        for bucket in _buckets_on(unit_name, group, plan, mark, extended)
     ]
 
 
-def _buckets_on(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
+def _check_extended(found: Found) -> None:
+    if found.param.ndim == 0 or found.shard_dim or found.spread.whole is not None:
+        raise NotImplementedError(
+            f"{found.name}: a {type(found.param).__name__} with fsdp_pre_all_gather is cut along "
+            f"dim 0 and lies on no tensor axis, found Shard({found.shard_dim}) of "
+            f"{found.param.ndim} dims; leave it out of the unit with ignored_params otherwise"
+        )
+
+
+def _buckets_on(
+    unit_name: str,
+    found: list[Found],
+    plan: Plan,
+    mark: Mark,
+    extended: bool,
+) -> list[BucketState]:
     """The buckets of parameters that share a mesh."""
     specs = [
         ParamSpec(f.name, f.spread.own_shape, f.param.dtype, f.param.requires_grad, f.shard_dim)
         for f in found
     ]
-    mesh = found[0].mesh
+    kind = ExtensionBucket if extended else BucketState
+    plan, mesh = plan.for_extensions() if extended else plan, found[0].mesh
     transport = plan.transport if mesh.axes == plan.mesh.axes else plan.open(mesh)
     layout = layout_unit(
         unit_name,
@@ -158,75 +185,36 @@ def _buckets_on(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> l
             for f, p in zip(members, bucket_layout.params, strict=True)
         ]
         label = f"{unit_name}:{members[0].name}"
-        bucket = BucketState(label, bucket_layout, params, mesh, transport, mark, plan.offload)
+        bucket = kind(label, bucket_layout, params, mesh, transport, mark, plan.offload)
+        bucket.policy = plan.policy
         fill_bucket(bucket, [f.param for f in members])
         buckets.append(bucket)
     return buckets
 
 
 def fill_bucket(bucket: BucketState, origins: list[nn.Parameter]) -> None:
-    """Copy this rank's parts into the shard buffer and register parameters over it. Meta stays
+    """Bring this rank's parts into the bucket and register parameters over them. Meta stays
     meta.
     """
     is_meta = any(o.is_meta for o in origins)
     if not is_meta:
         bucket.allocate()
-    rank = bucket.mesh.shard.rank
     for i, (param, origin) in enumerate(zip(bucket.params, origins, strict=True)):
-        if is_meta:
-            shape = param.layout.shard_shape(rank)
-            local = torch.empty(shape, dtype=bucket.layout.dtype, device="meta")
-        else:
-            local = bucket.local_view(i)
-            with torch.no_grad():
-                local.copy_(own_part(param, origin, rank))
-        _register(param, local, origin)
+        _register(param, bucket.shard_for(i, origin), origin)
     bucket.register_sharded()
     if not is_meta:
         bucket.make_full()
 
 
-def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tensor:
-    """This rank's rows of `origin`, which is whole, in the gathered form, or sharded alike
-    already.
-    """
-    p, spread = param.layout, param.spread
-    if isinstance(origin, DTensor):
-        local = local_of(origin)
-        if type(origin) is not ShardTensor and spread.is_gathered_form(origin):
-            return _rows(param, local, rank)
-        if tuple(local.shape) != p.shard_shape(rank):
-            raise ValueError(
-                f"{param.name}: replaced by a DTensor with placements {origin.placements} and a "
-                f"local part of shape "
-                f"{tuple(local.shape)}, expected {p.shard_shape(rank)}; distribute it like the "
-                f"one it replaces"
-            )
-        return local.detach()
-    if spread.whole is not None and origin.shape != spread.shape:
-        raise ValueError(
-            f"{param.name}: replaced by a plain tensor of shape {tuple(origin.shape)}, expected "
-            f"the full {tuple(spread.shape)}, of which every rank takes its part"
-        )
-    return _rows(param, spread.own_part(origin), rank)
-
-
-def _rows(param: ShardedParam, own: torch.Tensor, rank: int) -> torch.Tensor:
-    p = param.layout
-    if own.ndim == 0:
-        return own.detach()
-    return own.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
-
-
 def check_tie(param: ShardedParam) -> None:
     """Raise when modules that shared a parameter hold different values now: only one can win."""
-    held = {id(t): t for parameters, key in param.slots if (t := parameters[key]) is not None}
+    held = {id(t): t for parameters, key in param.slots if (t := parameters.get(key)) is not None}
     for form in (param.full, param.between):
         if held.pop(id(form), None) is not None:
             held[id(param.sharded)] = param.sharded
-    first, *others = held.values()
-    if not others or any(t.is_meta for t in held.values()):
+    if len(held) < 2 or any(t.is_meta for t in held.values()):
         return
+    first, *others = held.values()
     rank = param.mesh.shard.rank
     part = own_part(param, first, rank)
     if not all(torch.equal(part, own_part(param, other, rank)) for other in others):

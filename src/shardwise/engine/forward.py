@@ -16,7 +16,7 @@ import torch
 from shardwise._torch_compat import graph_task
 from shardwise.engine.activations import KEEP, Activations
 from shardwise.engine.context import Context
-from shardwise.engine.outputs import cast_floats, map_tensors, tensors_in
+from shardwise.engine.outputs import cast_floats, map_tensors, may_hide_tensors, tensors_in
 from shardwise.engine.unit import OpenCall, Unit
 
 
@@ -43,7 +43,9 @@ def run(
             out = activations.run(unit, forward, args, kwargs)
         if unit.policy.output_dtype is not None:
             out = cast_floats(out, unit.policy.output_dtype)
-        if _watch_outputs(context, call, out) and not in_backward:
+        watched = _watch_outputs(context, call, out)
+        unit.hides_outputs = not watched and torch.is_grad_enabled() and may_hide_tensors(out)
+        if watched and not in_backward:
             context.prefetch.ended(unit)
         unit.post_forward(in_backward)
     except BaseException:

@@ -32,9 +32,4 @@ def record_events(model: nn.Module) -> Iterator[EventLog]:
 
 def gathered_bytes(model: nn.Module) -> int:
     """Bytes of gathered parameters that are held right now, over all units."""
-    return sum(
-        b.storage.nbytes()
-        for u in units_in(model)
-        for b in u.buckets
-        if b.bucket is not None and not b.aliases
-    )
+    return sum(b.gathered_bytes for u in units_in(model) for b in u.buckets if b.bucket is not None)

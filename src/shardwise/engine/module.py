@@ -15,9 +15,15 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from shardwise._torch_compat import frame_callback, register_composable, with_frame_callback
+from shardwise._torch_compat import (
+    frame_callback,
+    graph_task,
+    register_composable,
+    with_frame_callback,
+)
 from shardwise.engine import forward
 from shardwise.engine.activations import KEEP
+from shardwise.engine.added import REGISTRATIONS, check_nothing_added, take_in_changes
 from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, meta_tensors
 from shardwise.engine.context import Context
 from shardwise.engine.copies import copy_attributes, copy_unit
@@ -65,13 +71,18 @@ class FSDPModule(UnitSettings):
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__[STATE]
-        if not state.is_known:
+        if not state.is_known or state.registrations != REGISTRATIONS.count:
             torch.compiler.disable(adopt)(cast(nn.Module, self))
         call = super().__call__  # type: ignore[misc]
         callback = frame_callback()
         if callback is not None:  # torch.compile around the model
-            return torch.compiler.disable(_run_outside_graphs)(state, call, callback, args, kwargs)
-        return forward.run(state.unit, state.activations, call, args, kwargs)
+            run = torch.compiler.disable(_run_outside_graphs)
+            out = run(state, call, callback, args, kwargs)
+        else:
+            out = forward.run(state.unit, state.activations, call, args, kwargs)
+        if state.registrations != REGISTRATIONS.count:
+            _check_nothing_added(state)
+        return out
 
     # -- full parameters -------------------------------------------------------------------------
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -114,6 +125,7 @@ class FSDPModule(UnitSettings):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`to`, `to_empty`, `float`, ...: work on the shards, then pick up what they became."""
         unit = unit_of(self)
+        unit.catch_up(check_ties=False)
         unit.reshard()
         on_meta = meta_tensors(cast(nn.Module, self))
         out = super()._apply(*args, **kwargs)  # type: ignore[misc]
@@ -143,7 +155,7 @@ class FSDPModule(UnitSettings):
             unit = copy_unit(source.unit, memo)
             if unit is not None:
                 waiting.remove((source, target))
-                target.__dict__[STATE] = source.on(unit)
+                settle(target, source.on(unit))
                 for name in source.methods:
                     target.__dict__.pop(name, None)
                     register_fsdp_forward_method(target, name)
@@ -168,7 +180,13 @@ def swap_class(module: nn.Module, state: ModuleState) -> None:
         swapped = type(f"FSDP{cls.__name__}", bases, {"__module__": cls.__module__})
         _CLASSES[cls] = swapped
     module.__class__ = swapped
+    settle(module, state)
+
+
+def settle(module: nn.Module, state: ModuleState) -> None:
+    """Let a module carry its state, and its unit know the module."""
     module.__dict__[STATE] = state
+    state.unit.modules.append(weakref.ref(module))
     register_composable(module, "fully_shard")
 
 
@@ -184,8 +202,23 @@ def count_as(also: tuple[type, ...]) -> None:
 
 def adopt_if_new(module: Any) -> None:
     state = state_of(module)
-    if state is not None and not state.is_known:
+    if state is None:
+        return
+    if not state.is_known or state.registrations != REGISTRATIONS.count:
         adopt(module)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def _check_nothing_added(state: ModuleState) -> None:
+    if state.unit.context.depth == 0:
+        check_nothing_added(state.unit.context.units, _is_sharded)
+
+
+def _is_at_rest(unit: Unit) -> bool:
+    return unit.context.depth == 0 and unit.context.backward is None and graph_task() is None
 
 
 def adopt(root: nn.Module) -> None:
@@ -194,25 +227,37 @@ def adopt(root: nn.Module) -> None:
     """
     root_state = state_of(root)
     assert root_state is not None
+    if root_state.is_known and not _is_at_rest(root_state.unit):
+        return  # registrations in the middle of a pass are for the next one
     context = Context()
     context.log = root_state.unit.context.log
     below = list(sharded_modules(root))
-    if (
-        all(s.unit.is_adopted for _, _, s in below)
-        and len({id(s.unit.context) for _, _, s in below}) == 1
-    ):
+    units = list({id(s.unit): s.unit for _, _, s in below}.values())
+    changed = [u for u in units if _is_at_rest(u) and take_in_changes(u, _is_sharded)]
+    count = REGISTRATIONS.count
+    if all(u.is_adopted for u in units) and len({id(u.context) for u in units}) == 1:
         for _, _, state in below:
             state.is_known = True  # another module of its list was called before
+        for unit in units:
+            if _is_at_rest(unit):
+                unit.catch_up()
+        _name_parameters(root)
+        _check_materialized(root)
+        _check_owned(root, root_state.unit.context)
+        if changed:
+            repoint_all()
+        for _, _, state in below:
+            state.registrations = count
         return
     named: set[int] = set()
     for name, module, state in below:
-        if state.unit.context.depth == 0 and state.unit.context.backward is None:
+        if _is_at_rest(state.unit):
             state.unit.refresh()
         if id(state.unit) not in named:
             named.add(id(state.unit))
             state.unit.is_root = module is root
             state.unit.name = name or "(root)"
-    context.take_in(list({id(s.unit): s.unit for _, _, s in below}.values()))
+    context.take_in(units)
     _name_parameters(root)
     _check_materialized(root)
     check_filled(root)
@@ -220,6 +265,7 @@ def adopt(root: nn.Module) -> None:
     repoint_all()
     for _, _, state in below:  # not before: a check that has raised is made again
         state.is_known = state.unit.is_adopted = True
+        state.registrations = count
 
 
 def _name_parameters(root: nn.Module) -> None:

@@ -40,6 +40,20 @@ def tensors_in(tree: Any, depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(tree, f.name), depth + 1)
 
 
+def may_hide_tensors(out: Any) -> bool:
+    """True for outputs without a visible tensor that may still hold one: closures, generators,
+    objects with slots. No hook reaches those.
+    """
+    return not _holds_none(out) and next(tensors_in(out), None) is None
+
+
+def _holds_none(out: Any) -> bool:
+    if isinstance(out, (list, tuple, set, frozenset, dict)):
+        items = out.values() if isinstance(out, dict) else out
+        return all(_holds_none(item) for item in items)
+    return isinstance(out, _LEAVES)
+
+
 def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """`tree` with `fn` applied to its tensors; containers are rebuilt only when something in them
     changed.

@@ -86,6 +86,7 @@ class ShardedParam:
             local, self.spread, self.name, self.mark, origin.requires_grad
         )
         self.settle_home(origin)
+        self.settle_home(self.sharded)
         for key, value in vars(origin).items():
             if key != _HOME and not hasattr(self.sharded, key):
                 setattr(self.sharded, key, value)
@@ -102,9 +103,11 @@ class ShardedParam:
     def adopt_sharded(self, local: torch.Tensor, sharded: nn.Parameter) -> None:
         """Point a parameter that optimizers hold at its new place in the buffer."""
         tensor: Any = sharded
-        tensor._local_tensor = local.detach()
+        if tensor._local_tensor is not local:  # the very object, where it has hooks of its own
+            tensor._local_tensor = local.detach()
         tensor._mark, tensor._param_name = self.mark, self.name
         self.sharded = sharded
+        self.settle_home(sharded)
 
     @property
     def local(self) -> torch.Tensor:
@@ -116,6 +119,17 @@ class ShardedParam:
         """This rank's own part of the full form: the whole, unless that is a DTensor."""
         full = self.full.detach()
         return local_of(full) if isinstance(full, DTensor) else full
+
+    def is_form(self, tensor: torch.Tensor | None) -> bool:
+        """Whether `tensor` is one of the forms in which modules hold this parameter."""
+        return tensor is not None and (
+            tensor is self.sharded or tensor is self.full or tensor is self.between
+        )
+
+    def local_zeros(self) -> torch.Tensor:
+        """Plain zeros of the local shape, whatever the local tensor's class is."""
+        local = self.local
+        return torch.zeros(local.shape, dtype=local.dtype, device=local.device)
 
     def rename(self, name: str) -> None:
         """The full name, once the root is known; for error texts."""
@@ -138,9 +152,7 @@ class ShardedParam:
         """`.grad` (made of zeros when there is none) stands for what is still to be reduced."""
         grad = self.sharded.grad
         if grad is None:
-            grad = ShardTensor(
-                torch.zeros_like(self.local), spec_of(self.sharded), name=f"{self.name}.grad"
-            )
+            grad = ShardTensor(self.local_zeros(), spec_of(self.sharded), name=f"{self.name}.grad")
             self.sharded.grad = grad
         elif not isinstance(grad, ShardTensor):
             grad = ShardTensor(local_of(grad), spec_of(grad), name=f"{self.name}.grad")

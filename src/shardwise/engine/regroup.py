@@ -32,7 +32,7 @@ def grouped_mesh(mesh: ShardMesh, world: int) -> ShardMesh:
     """The inner dim of a mesh whose shard axis is cut into groups of `world` ranks."""
     known = _GROUPED.setdefault(mesh.mesh, {})
     if world not in known:
-        known[world] = _grouped(mesh.mesh, mesh.shard.size // world, world)
+        known[world] = _grouped(mesh.mesh, mesh.mesh.size(mesh.mesh.ndim - 1) // world, world)
     return roles_of(known[world], strategy_named("full_shard"))
 
 
@@ -63,7 +63,9 @@ class Regrouped:
         self, buckets: list[BucketState], world: int, open_on: Callable[[ShardMesh], Transport]
     ) -> None:
         self.is_kept = False
-        self._parts = [_regroup(b, world, open_on) for b in buckets if b.layout.world > world]
+        self._parts = [
+            _regroup(b, world, open_on) for b in buckets if b.regroups and b.layout.world > world
+        ]
         self.wires = list(dict.fromkeys(Wire.of(part.transport) for part in self._parts))
 
     def holds(self, state: BucketState) -> bool:

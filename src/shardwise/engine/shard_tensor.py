@@ -280,6 +280,11 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
             raise EngineError(_mixed_text(func, originals, args)) from error
         if "Cannot flatten unevenly sharded" in str(error):
             raise EngineError(_uneven_text(func, originals)) from error
+        names = sorted({t._param_name for t in originals.values() if t._param_name})
+        error.add_note(
+            f"{', '.join(names) or 'a sharded tensor'}: torch's DTensor cannot do {func.name()} on "
+            "shards like these; do it before fully_shard, or on .full_tensor() and copy_ it back"
+        )
         raise
     source = args[0] if info.returns_view and args and type(args[0]) is ShardTensor else None
 

@@ -16,13 +16,14 @@ STATE = "_shardwise_state"
 class ModuleState:
     """What one sharded module knows. Modules of one list share their unit."""
 
-    __slots__ = ("activations", "is_known", "methods", "unit")
+    __slots__ = ("activations", "is_known", "methods", "registrations", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.methods: list[str] = []  # run like forward, see `register_fsdp_forward_method`
         self.activations = KEEP  # or recomputed, or moved to the host
         self.is_known = False  # a root has taken this module in
+        self.registrations = -1  # when its modules were last looked at, see `added`
 
     def on(self, unit: Unit) -> ModuleState:
         """The same state on the unit of a copy."""

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn as nn
 
 from shardwise._torch_compat import graph_task, in_functorch_transform, outside_transforms
 from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
@@ -70,6 +71,7 @@ class Unit:
         self.strategy = strategy = plan.strategy
         self.mark = Mark(name)
         self.num_modules = num_modules
+        self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
         self._build(found)
         self.context: Context  # set when a context takes the unit in
@@ -95,6 +97,7 @@ class Unit:
         self.is_stale = False  # ... but somebody wrote to the shards since
         self.gathered_at = -1
         self.in_double_backward = False
+        self.hides_outputs = False  # no hook reaches the last forward's tensors: stays gathered
         self._handles: list[Handle] = []
         self._gathered: Any = None  # the event behind the gather, until somebody has waited for it
         self._regrouped: Regrouped | None = None
@@ -199,13 +202,21 @@ class Unit:
         """Lay out and move what the modules hold now."""
         found = []
         for param in self.params:
-            parameters, key = param.slots[0]
-            held = parameters[key]
+            held = next((h for d, key in param.slots if (h := d.get(key)) is not None), None)
+            if held is None:
+                continue  # no module has it any more
             current = param.sharded if held is param.full or held is param.between else held
             found.append(Found.again(param, current, param.slots))
         on_meta = {f.param.is_meta for f in found}
         if len(on_meta) > 1:
             return  # half of them are materialised; the other half follows
+        self.lay_out(found)
+
+    def lay_out(self, found: list[Found]) -> None:
+        """Manage `found` from now on, in new buffers."""
+        self.forget_dead_slots()
+        if any(g.has_partial for g in self.grads):
+            self.settle_partials()  # what was added up lies in the old layout
         if self.is_held:
             self.reshard()
         if self.sum_order is not None:
@@ -214,6 +225,28 @@ class Unit:
         self.mark.moved = False
         self._regrouped = None
         self._build(found)
+
+    def owner_of(self, param: ShardedParam) -> nn.Module:
+        """The module that holds a parameter."""
+        roots = [root for ref in self.modules if (root := ref()) is not None]
+        for module in (m for root in roots for m in root.modules()):
+            if any(held is module._parameters for held, _ in param.slots):
+                return module
+        raise EngineError(
+            f"{param.name}: no module of the unit {self.name!r} holds it any more; call "
+            "fully_shard after the model has got its final modules"
+        )
+
+    def forget_dead_slots(self) -> None:
+        """Leave alone what modules do not have any more: registering would bring it back."""
+        for param in self.params:
+            param.slots = [s for s in param.slots if s[0].get(s[1]) is not None]
+
+    def catch_up(self, *, check_ties: bool = True) -> None:
+        """Take what was put in the place of a parameter before registering would undo it."""
+        self.forget_dead_slots()
+        if not self.is_registered():
+            self.refresh(check_ties=check_ties)
 
     def use_custom_comm(self, kind: str, comm: Any) -> None:
         """Gathers or reductions of this unit go through the user's collective, on c10d."""
@@ -248,7 +281,7 @@ class Unit:
             if bucket.bucket is None:
                 bucket.allocate()
                 for i, param in enumerate(bucket.params):
-                    param.make_sharded(bucket.local_view(i), param.sharded)
+                    param.make_sharded(bucket.fresh_shard(i), param.sharded)
                 bucket.register_sharded()
                 bucket.make_full()
         self._tell_transport()
@@ -331,6 +364,7 @@ class Unit:
         With `assign=True` the modules of a list are loaded one after the other: what the first was
         given is left alone when the next one's turn comes.
         """
+        self.forget_dead_slots()
         if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
             self.reshard()
 
@@ -342,19 +376,19 @@ class Unit:
         leave_all(entered, "unshard", self.name)
 
     def finish_user_unshard(self) -> None:
-        self.watch_gradients()
         self.wait_unshard()
+        self.watch_gradients()
         self.use_full()
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
-        self.watch_gradients()
         self._make_usable()
+        self.watch_gradients()
         self._modules_run += 1
         for owner in self._tied_to:
             owner._num_users += 1
-            owner.watch_gradients()
             owner._make_usable()
+            owner.watch_gradients()
 
     def open_call(self, in_backward: bool) -> OpenCall:
         """A recomputation is no call of its own: the first one's backward is under way."""
@@ -382,7 +416,7 @@ class Unit:
         self._check_unwritten()
         if self._num_users:
             return
-        if in_functorch_transform():
+        if self.hides_outputs or in_functorch_transform():
             # tangents and wrapped outputs, which no hook of ours can follow, may still need the
             # full copy
             return
@@ -439,6 +473,7 @@ class Unit:
         """The state after a backward."""
         if self.in_double_backward:
             return
+        self.hides_outputs = False
         self._check_unwritten()
         if self._regrouped is not None:
             self._regrouped.is_kept = False
@@ -556,7 +591,7 @@ class Unit:
             param.full.grad = None
         self._modules_run = self._num_users = self.num_uses = 0
         self.open_calls.clear()
-        self.in_double_backward = False
+        self.in_double_backward = self.hides_outputs = False
         if self._regrouped is not None:
             self._regrouped.is_kept = False
         if self.keeps_between_steps:
