@@ -1,6 +1,6 @@
 """Are the numbers the same on any number of ranks, and what does that cost?
 
-    python benchmarks/any_world.py [--quick] [--json PATH]
+    python benchmarks/any_world.py [--short | --quick] [--parts ...] [--json PATH]
 
 1. The same job (`run.reproducible = any_world`, clipping on, vocabulary 97, 45 hidden rows) with 8
    and with 12 micro-batches a step on 1, 2, 3, 4 and 8 ranks, under every strategy, on both
@@ -9,7 +9,8 @@
 2. 2 ranks to step 20, resumed on 4 ranks to step 35, resumed on 1 rank to step 50.
 3. Seconds of a step, `off` beside `any_world`, in turns in the same processes.
 
-Exits with 1 if any number of 1 or 2 differs. `--quick`: few settings and steps, to test this file.
+Exits with 1 if any number of 1 or 2 differs. `--short`: 12 settings instead of about 60.
+`--quick`: few settings and steps, to test this file.
 """
 
 from __future__ import annotations
@@ -65,7 +66,20 @@ class Setting:
                                          self.transport, self.dtype))  # fmt: skip
 
 
-def settings(quick: bool) -> list[Setting]:
+def few(num: int) -> list[Setting]:
+    """`--short`: one setting for each number of ranks, another strategy and transport each time."""
+    ways = [
+        (1, "full_shard", "c10d"), (2, "shard_optimizer", "shared_memory"),
+        (3, "full_shard", "c10d"), (3, "no_shard", "shared_memory"),
+        (4, "hybrid_shard", "shared_memory"), (8, "full_shard", "shared_memory"),
+    ]  # fmt: skip
+    return [Setting(world, num, strategy, transport) for world, strategy, transport in ways]
+
+
+def settings(quick: bool, short: bool = False) -> list[Setting]:
+    if short:
+        off = [Setting(world, 12, "full_shard", "c10d", level="off") for world in (1, 3)]
+        return [*few(8), *few(12), *off]
     found = []
     for num in (8, 12):
         for world in (1, 2, 3) if quick else (1, 2, 3, 4, 8):
@@ -174,9 +188,9 @@ def numbers_of(folder: Path) -> dict[str, Any]:
     return {"steps": steps, "weights": (folder / "hash").read_text()}
 
 
-def compare(folder: Path, quick: bool) -> list[dict[str, Any]]:
+def compare(folder: Path, quick: bool, short: bool) -> list[dict[str, Any]]:
     steps = 4 if quick else 50
-    found = settings(quick)
+    found = settings(quick, short)
     for world in sorted({s.world for s in found}):
         todo = [(s, s.name, steps, None) for s in found if s.world == world]
         print(f"{len(todo)} jobs of {steps} steps on {world} rank(s)", file=sys.stderr, flush=True)
@@ -218,7 +232,7 @@ class Trainer:
 
     def __init__(self, how: str, strategy: str, transport: str, num: int, quick: bool) -> None:
         self.how, self.num, self.strategy = how, num, strategy
-        dim, layers, length = (64, 2, 32) if quick else (512, 6, 128)
+        dim, layers, length = (64, 2, 32) if quick else (256, 4, 128)
         config = DecoderConfig(dim=dim, layers=layers, heads=8, vocab_size=4096)
         torch.manual_seed(0)
         self.length, self.model = length, Decoder(config, length)
@@ -249,7 +263,7 @@ class Trainer:
 
 def cost_main(rank: int, world: int, path: str, quick: bool, port: int) -> None:
     join(rank, world, port)
-    rounds, steps, num = (1, 1, 2) if quick else (5, 2, 8)
+    rounds, steps, num = (1, 1, 2) if quick else (7, 1, 8)
     rows = []
     cases = [(s, "shared_memory") for s in STRATEGIES] + [("full_shard", "c10d")]
     for strategy, transport in cases[:1] if quick else cases:
@@ -278,8 +292,9 @@ def cost_main(rank: int, world: int, path: str, quick: bool, port: int) -> None:
             "step_s": medians, "ratio_to_off": ratios["off"],
             "ratio_to_off_with_foreach_adamw": ratios["off_foreach"],
         })  # fmt: skip
-    if rank == 0:
-        Path(path).write_text(json.dumps(rows))
+        if rank == 0:
+            Path(path).write_text(json.dumps(rows))
+            print(f"{strategy} {transport}: {ratios}", file=sys.stderr, flush=True)
     leave()
 
 
@@ -298,6 +313,7 @@ def machine() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--parts", nargs="+", default=["identical", "resumed", "cost"])
     options = parser.parse_args()
@@ -310,7 +326,7 @@ def main() -> int:
             on_ranks(2, cost_main, str(folder / "cost.json"), options.quick)
             result["cost"] = json.loads((folder / "cost.json").read_text())
         if "identical" in options.parts:
-            result["identical"] = compare(folder, options.quick)
+            result["identical"] = compare(folder, options.quick, options.short)
             if "resumed" in options.parts:
                 result["resumed"] = resumed(folder, options.quick)
     promised = [r for r in result.get("identical", ()) if r["level"] == "any_world"]

@@ -46,3 +46,11 @@ def test_meta_init_benchmark_reports_every_rank() -> None:
     result = run_benchmark("meta_init.py", "--workload", "tiny")
     assert [rank["rank"] for rank in result["ranks"]] == [0, 1]
     assert all(rank["peak_pss_bytes"] > 0 for rank in result["ranks"])
+
+
+@pytest.mark.slow
+def test_numbers_on_any_number_of_ranks() -> None:
+    result = run_benchmark("any_world.py", "--quick", "--parts", "identical")
+    assert result["all_equal"]
+    levels = {row["level"]: row for row in result["identical"] if row["world"] == 3}
+    assert levels["any_world"]["weights_equal"] and not levels["off"]["weights_equal"]
