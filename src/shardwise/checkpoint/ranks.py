@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.board import wait_for
 from shardwise.errors import ShardwiseError
 
 _T = TypeVar("_T")
@@ -72,7 +73,9 @@ class Ranks:
         if self._is_alone:
             return own.unsqueeze(0)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(rows, own, group=self.group)
+        work = dist.all_gather(rows, own, group=self.group, async_op=True)
+        if work is not None:  # bounded: a rank that hangs is found here too
+            wait_for(work, "numbers of the other ranks")
         return torch.stack(rows)
 
     def _exchange(self, own: tuple[Any, Exception | None]) -> list[Any]:

@@ -164,3 +164,12 @@ def wait_for(work: Any, what: str, position: Position | None = None) -> None:
                 logger.warning("%s", explain(what, position, waited))
     if has_told and board is not None:
         clear_whereabouts(board)
+
+
+def all_reduce(tensor: Any, op: Any, group: Any, what: str) -> None:
+    """`dist.all_reduce` in place. On the host the wait is bounded, told and logged like others; on
+    an accelerator it is the stream that waits, up to the process group's timeout."""
+    on_host = tensor.device.type == "cpu"
+    work = dist.all_reduce(tensor, op, group, async_op=on_host)
+    if on_host and work is not None:
+        wait_for(work, what)

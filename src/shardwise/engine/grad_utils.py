@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_mul_, foreach_norm
+from shardwise.comm.board import all_reduce
 from shardwise.engine.finite import check_norm
 from shardwise.engine.ordered_norm import Rows, ordered_norm
 from shardwise.engine.spread import cuts_dim
@@ -137,7 +138,7 @@ def _total_norm(groups: dict[Layout, list[torch.Tensor]], norm_type: float) -> t
             for dim in dims:
                 if mesh.size(dim) > 1:
                     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-                    dist.all_reduce(part, op, group=mesh.get_group(dim))
+                    all_reduce(part, op, mesh.get_group(dim), "all_reduce of the gradient norm")
         parts.append(part.to(groups[next(iter(groups))][0].device))
     stacked = torch.stack(parts)
     return stacked.max() if largest else stacked.sum() ** (1.0 / norm_type)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.board import all_reduce
 from shardwise.comm.transport import Axis
 from shardwise.engine.param import ShardedParam
 
@@ -72,9 +73,8 @@ def _combine(vectors: dict[Axis | None, torch.Tensor], norm_type: float) -> torc
     largest = math.isinf(norm_type)
     for axis, vector in vectors.items():
         if axis is not None:
-            dist.all_reduce(
-                vector, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=axis.group
-            )
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            all_reduce(vector, op, axis.group, "all_reduce of the gradient norm")
     device = next(iter(vectors.values())).device
     # At most one of them has a number at each place, so this adds nothing but zeros.
     rows = functools.reduce(torch.add, (v.to(device) for v in vectors.values()))

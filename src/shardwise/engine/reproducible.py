@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from shardwise.comm.board import all_reduce
 from shardwise.engine.reproducible_checks import check_run, written_buffers
 from shardwise.engine.state import units_in
 from shardwise.engine.sum_order import SumOrder
@@ -191,7 +192,7 @@ class ReproducibleRun:
         table = table.to(mesh.device)
         for axis in (mesh.shard, mesh.replicate):
             if axis.size > 1:
-                dist.all_reduce(table, group=axis.group)
+                all_reduce(table, dist.ReduceOp.SUM, axis.group, "logged values of a step")
         return table.cpu()
 
 

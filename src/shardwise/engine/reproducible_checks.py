@@ -138,7 +138,7 @@ def _optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
 
 def numerics_of(device: torch.device) -> dict[str, str]:
     """What the bits of a result depend on, beside the program and the data."""
-    facts = {"torch": torch.__version__, "machine": platform.machine()}
+    facts = {"torch": str(torch.__version__), "machine": platform.machine()}
     if device.type == "cpu":
         facts["cpu"] = torch.backends.cpu.get_cpu_capability()
         facts["threads"] = str(torch.get_num_threads())

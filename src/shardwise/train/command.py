@@ -10,21 +10,29 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
+from shardwise.train.restarts import Restarts
 
-_OWN_OPTIONS = ("nproc", "port")
+# The launcher's options, and the numbers that they take.
+_OWN_OPTIONS = {
+    "nproc": (1, 2**16),
+    "port": (0, 2**16 - 1),
+    "max-restarts": (0, 2**16),
+    "min-ranks": (1, 2**16),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """`[CONFIG.toml] [--section.key value ...] [--nproc N] [--port N]`, split but not yet
+    """`[CONFIG.toml] [--section.key value ...]` and the launcher's options, split but not yet
     checked."""
 
     config_file: str | None
     overrides: tuple[tuple[str, str], ...]
     nproc: int | None
     port: int
+    restarts: Restarts
     for_ranks: tuple[str, ...]
-    """The arguments that every rank gets: all but --nproc and --port."""
+    """The arguments that every rank gets: all but the launcher's own."""
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -51,13 +59,19 @@ def parse(arguments: Sequence[str]) -> Arguments:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key}: needs a value (--{key} VALUE)")
             value = rest.pop(0)
-        if key in _OWN_OPTIONS:
+        if key.replace("_", "-") in _OWN_OPTIONS:
+            key = key.replace("_", "-")
             own[key] = _number(key, value)
             continue
         overrides.append((key, value))
         for_ranks.append(f"--{key}={value}")
     return Arguments(
-        config_file, tuple(overrides), own.get("nproc"), own.get("port", 0), tuple(for_ranks)
+        config_file,
+        tuple(overrides),
+        own.get("nproc"),
+        own.get("port", 0),
+        Restarts(own.get("max-restarts", 0), own.get("min-ranks")),
+        tuple(for_ranks),
     )
 
 
@@ -76,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         loaded = load_config(parsed.config_file, parsed.overrides)
         from shardwise.train.launch import launch
 
-        return launch(loaded, parsed.for_ranks, parsed.nproc, parsed.port)
+        return launch(loaded, parsed.for_ranks, parsed.nproc, parsed.port, parsed.restarts)
     except ConfigError as error:
         print(f"shardwise train: {error}", file=sys.stderr)
         return 2
@@ -89,8 +103,11 @@ def _run_as_rank(arguments: Sequence[str]) -> int:
     stop.install()  # before the seconds in which torch is imported
     try:
         parsed = parse(arguments)
-        if parsed.nproc is not None or parsed.port:
-            raise ConfigError("--nproc, --port: the ranks are started by torchrun; give them to it")
+        if parsed.nproc is not None or parsed.port or parsed.restarts != Restarts():
+            raise ConfigError(
+                f"{', '.join(f'--{name}' for name in _OWN_OPTIONS)}: the ranks are started by "
+                "torchrun; give it what it has of them"
+            )
         loaded = load_config(parsed.config_file, parsed.overrides)
     except ConfigError as error:
         if os.environ["RANK"] == "0":
@@ -105,7 +122,7 @@ def _run_as_rank(arguments: Sequence[str]) -> int:
 
 
 def _number(key: str, text: str) -> int:
-    low, high = (1, 2**16) if key == "nproc" else (0, 2**16 - 1)
+    low, high = _OWN_OPTIONS[key]
     if not text.isdecimal() or not low <= int(text) <= high:
         raise ConfigError(f"--{key}: expected a whole number from {low} to {high}, found {text!r}")
     return int(text)

@@ -38,6 +38,10 @@ class _Command:
     """Ranks to start here. Default: one per GPU, or 2 on CPU."""
     port: int = 0
     """Port for the ranks to meet at; 0: a free one."""
+    max_restarts: int = 0
+    """How often ranks that fail are started again, from the last complete checkpoint."""
+    min_ranks: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """A restart may leave out ranks that were killed, down to this many. Default: all again."""
     run: RunConfig = field(default_factory=RunConfig)
     model: DecoderConfig = field(default_factory=DecoderConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -7,6 +7,9 @@ The launcher lets the ranks finish: SIGTERM and the first Ctrl-C reach them as a
 they look for once a step (each rank runs in its own session, so the terminal's Ctrl-C does not). A
 second signal ends all at once. When the launcher itself is killed, the kernel ends the ranks
 (`worker.die_with_launcher`).
+
+With `--max-restarts` ranks that fail are started again, on those that are left where `--min-ranks`
+allows it (`restarts`).
 """
 
 from __future__ import annotations
@@ -24,19 +27,27 @@ from types import FrameType
 from shardwise.errors import ConfigError
 from shardwise.train.config import world_problems
 from shardwise.train.config_file import LoadedConfig
+from shardwise.train.restarts import EXIT_USER, Failure, Restarts
 from shardwise.train.run_dir import RunDir, finished
 from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
 _DEFAULT_CPU_RANKS = 2
-_EXIT_OTHER_RANK = 3  # worker.EXIT_OTHER_RANK, without importing torch
 
 
-def launch(loaded: LoadedConfig, arguments: Sequence[str], nproc: int | None, port: int) -> int:
+def launch(
+    loaded: LoadedConfig,
+    arguments: Sequence[str],
+    nproc: int | None,
+    port: int,
+    restarts: Restarts | None = None,
+) -> int:
     """Checks what can be checked without the ranks, runs them with `arguments`, returns the exit
     code."""
+    restarts = restarts or Restarts()
     RunDir(loaded.config).check()
     if nproc is not None:  # before the seconds that importing torch takes
         _check_world(loaded, nproc)
+        restarts.check(loaded.config, nproc)
     if done := finished(loaded.config):
         print(done)
         return 0
@@ -46,13 +57,51 @@ def launch(loaded: LoadedConfig, arguments: Sequence[str], nproc: int | None, po
         _forward_signals(stop_file)
         nproc = _resolve_ranks(loaded, nproc)
         _check_world(loaded, nproc)
+        restarts.check(loaded.config, nproc)
         os.environ[STOP_FILE_VARIABLE] = str(stop_file)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // nproc)))
-        return _run(["-m", "shardwise.train", *arguments], nproc, port, stop_file)
+        command = ["-m", "shardwise.train", *arguments]
+        return _run_until_done(loaded, command, nproc, port, stop_file, restarts)
 
 
-def _run(command: list[str], nproc: int, port: int, stop_file: Path) -> int:
+def _run_until_done(
+    loaded: LoadedConfig,
+    command: list[str],
+    nproc: int,
+    port: int,
+    stop_file: Path,
+    restarts: Restarts,
+) -> int:
+    """Runs the ranks, again where they fail and `restarts` allows it; the exit code."""
+    for number in range(1, restarts.most + 2):
+        if stop_file.exists():  # asked to stop while torch was imported, or after a failure
+            return 0
+        codes = _run(command, nproc, port)
+        if not codes:
+            return 0
+        failure = Failure.of(codes)
+        if EXIT_USER in codes.values():
+            return EXIT_USER
+        if stop_file.exists() and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGINT}:
+            return 0  # asked to stop before the ranks could listen: there is nothing to save yet
+        if number > restarts.most or failure.is_final or stop_file.exists():
+            _say(
+                f"{failure}; the other ranks were ended. "
+                "Start again to continue from the last checkpoint"
+            )
+            return 1
+        before, nproc = nproc, restarts.next_ranks(loaded.config, nproc, failure.num_lost)
+        ranks = f"{nproc} rank{'s' if nproc > 1 else ''}"
+        _say(
+            f"{failure}; restart {number} of {restarts.most} on {ranks}"
+            f"{f' instead of {before}' if nproc != before else ''}, from the last checkpoint"
+        )
+    raise AssertionError("the last round returns")
+
+
+def _run(command: list[str], nproc: int, port: int) -> dict[int, int]:
+    """Runs the ranks once; exit codes of those that failed, the first to end first."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -65,31 +114,19 @@ def _run(command: list[str], nproc: int, port: int, stop_file: Path) -> int:
         run_id=f"shardwise-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint=f"localhost:{port}",
-        max_restarts=0,
+        max_restarts=0,  # the agent's restarts have the same number of ranks, mistakes included
         signals_to_handle="SIGQUIT",  # the others are ours: see the module's docstring
     )
-    if stop_file.exists():  # asked to stop while torch was imported
-        return 0
     try:
         elastic_launch(config, sys.executable)(*command)
-        return 0
+        return {}
     except ChildFailedError as error:
-        failed = error
-    codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    if 2 in codes.values():
-        return 2
-    if stop_file.exists() and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGINT}:
-        return 0  # asked to stop before the ranks could listen: there is nothing to save yet
-    # The first to end, except those that say that another one failed.
-    by_time = sorted(failed.failures.items(), key=lambda item: item[1].timestamp)
-    causes = [(rank, f.exitcode) for rank, f in by_time if f.exitcode != _EXIT_OTHER_RANK]
-    rank, code = (causes or [(rank, f.exitcode) for rank, f in by_time])[0]
-    print(
-        f"shardwise train: rank {rank} failed ({_describe_exit(code)}); "
-        "the other ranks were ended. Start again to continue from the last checkpoint",
-        file=sys.stderr,
-    )
-    return 1
+        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+        return {rank: failure.exitcode for rank, failure in failures}
+
+
+def _say(text: str) -> None:
+    print(f"shardwise train: {text}", file=sys.stderr, flush=True)
 
 
 def _forward_signals(stop_file: Path) -> None:
@@ -103,10 +140,6 @@ def _forward_signals(stop_file: Path) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, forward)
-
-
-def _describe_exit(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _check_world(loaded: LoadedConfig, nproc: int) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from shardwise import check_finite, clip_grad_norm_, no_sync
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.comm.board import all_reduce
 from shardwise.engine.reproducible import ReproducibleRun
 from shardwise.errors import NonFiniteError, TrainingError
 from shardwise.train import numerics
@@ -271,7 +272,7 @@ def _average(buffers: list[Tensor], world_size: int) -> None:
     if not buffers or world_size == 1:
         return
     flat = torch.cat([b.flatten().float() for b in buffers])
-    dist.all_reduce(flat)
+    all_reduce(flat, dist.ReduceOp.SUM, None, "all_reduce of running statistics")
     flat /= world_size
     for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

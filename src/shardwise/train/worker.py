@@ -1,7 +1,8 @@
 """One rank as a process: from the environment that torchrun sets to an exit code.
 
 Exit codes: 0 finished or stopped on request, 2 a user's mistake (one line on stderr), 3 another
-rank failed (so that the launcher can tell the cause from its consequences), 1 anything else.
+rank failed (so that the launcher can tell the cause from its consequences), 4 all ranks agree that
+training cannot go on (another start would end alike), 1 anything else.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from shardwise.errors import ConfigError, ShardwiseError, TrainingError, Transpo
 from shardwise.train.config import Config
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.job import train
+from shardwise.train.restarts import EXIT_ERROR, EXIT_FINAL, EXIT_OTHER_RANK, EXIT_USER
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
-
-EXIT_ERROR, EXIT_USER, EXIT_OTHER_RANK = 1, 2, 3
 
 _PR_SET_PDEATHSIG = 1
 # What c10d and Gloo say on the ranks that did not fail themselves.
@@ -58,7 +58,9 @@ def _report(error: BaseException, rank: int, ranks: Ranks | None) -> int:
         if not isinstance(error, ShardwiseError):
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         _say(text, None if agreed else rank)
-    return EXIT_USER if isinstance(error, ConfigError) else EXIT_ERROR
+    if isinstance(error, ConfigError):
+        return EXIT_USER
+    return EXIT_FINAL if agreed and isinstance(error, TrainingError) else EXIT_ERROR
 
 
 def exit_now(code: int) -> None:
@@ -112,7 +114,7 @@ def _join(device: torch.device) -> Ranks:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     options: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
     try:
-        dist.init_process_group(backend, **options)
+        dist.init_process_group(backend, **options, **_meeting_place())
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "in use" not in str(error):
             raise TrainingError(f"cannot join the job: {_first_line(error)}") from error
@@ -127,6 +129,22 @@ def _join(device: torch.device) -> Ranks:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     return Ranks(group)
+
+
+def _meeting_place() -> dict[str, Any]:
+    """Where ranks that torchrun has started again meet; empty: where the environment says.
+
+    Its agent keeps one store over all restarts (torch 2.13), in which Gloo's addresses of the ranks
+    that have ended still stand. The count of restarts is the same on all ranks of one agent only:
+    on several hosts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    """
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    world = os.environ.get("WORLD_SIZE")
+    if count == "0" or os.environ.get("LOCAL_WORLD_SIZE") != world:
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"restart_{count}", store)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def _first_line(error: BaseException) -> str:
