@@ -28,6 +28,8 @@ from ranks import run_ranks
 from shardwise.bench.command import parser as bench_parser
 from shardwise.bench.engines import parse_engines
 from shardwise.bench.workload import workload_named
+from shardwise.doctor.command import parser as verify_parser
+from shardwise.doctor.command import plan_of
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
 from shardwise.train.config import world_problems
@@ -158,6 +160,9 @@ def _shardwise(words: list[str], folder: Path) -> None:
     if words[0] == "bench":
         _bench(words[1:], folder)
         return
+    if words[0] == "verify":
+        _verify(words[1:], folder)
+        return
     assert words[0] == "train", f"shardwise {words[0]} does not exist"
     _train(words[1:], folder)
 
@@ -175,6 +180,14 @@ def _bench(words: list[str], folder: Path) -> None:
     for name in filter(None, (args.model, args.batch)):
         module, _, function = name.partition(":")
         assert f"def {function}(" in (folder / f"{module}.py").read_text()
+
+
+def _verify(words: list[str], folder: Path) -> None:
+    """The options and the configuration exist."""
+    args = verify_parser().parse_args(words)
+    if args.config:
+        args.config = str(folder / args.config)
+    assert plan_of(args, folder).variants()
 
 
 def _train(words: list[str], folder: Path) -> None:

@@ -27,6 +27,10 @@ _COMMANDS = {
         "shardwise.cli.explain",
         "show the units of a job and what they cost, without running it",
     ),
+    "verify": (
+        "shardwise.doctor.command",
+        "is a model trained alike on one rank, on several, and after a resume?",
+    ),
     "checkpoint": (
         "shardwise.cli.checkpoint",
         "list, verify, compare, import, export and convert checkpoints",

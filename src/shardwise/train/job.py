@@ -41,7 +41,7 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
             if ranks.rank == 0:
                 print(done, flush=True)
         else:
-            _run(*_build(loaded, ranks, device, stop, run_dir))
+            _run(*build_job(loaded, ranks, device, stop, run_dir))
     finally:
         run_dir.unlock()
 
@@ -59,9 +59,11 @@ def _run(job: Job, notes: list[str]) -> None:
     job.console.say(f"{end} ({job.config.run.dir})")
 
 
-def _build(
+def build_job(
     loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest, run_dir: RunDir
 ) -> tuple[Job, list[str]]:
+    """A job at its starting point (zero, or a checkpoint), and what to tell about that. Collective;
+    `train` has checked the configuration and locked the directory before."""
     config, search_dir = loaded.config, loaded.path.parent if loaded.path else None
     numerics.set_up(config)
     data = ranks.on_each(lambda: open_data(config, search_dir))

@@ -13,7 +13,7 @@ import contextlib
 import math
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ from shardwise.train.optimizer import learning_rate, set_learning_rate
 from shardwise.train.order import Int64Array, SampleOrder
 from shardwise.train.stop import StopRequest
 
+# Takes one optimizer step: its row for metrics.jsonl, and what asked the job to stop (or nothing).
+Step = Callable[[], tuple[dict[str, Any], str]]
+
 
 @dataclass(slots=True)
 class Job:
@@ -59,17 +62,30 @@ class Job:
 
 def run_steps(job: Job) -> str:
     """Trains until the last step or a request to stop; returns the sentence to end with."""
+    with stepping(job) as step:
+        return _steps(job, step)
+
+
+@contextlib.contextmanager
+def stepping(job: Job) -> Iterator[Step]:
+    """Around all steps of a job; gives the call that takes one."""
     config, order = job.config, SampleOrder(len(job.data.train), job.config.run.seed)
     buffers = _persistent_float_buffers(job.model)
     with numerics.reproducing(config, job.model, job.optimizer) as run:
-        return _steps(job, order, buffers if run is None else [], run)
+
+        def step() -> tuple[dict[str, Any], str]:
+            row, stopped = _train_step(job, order, run)
+            if run is None:
+                _average(buffers, job.ranks.world_size)
+            return row, stopped
+
+        yield step
 
 
-def _steps(job: Job, order: SampleOrder, buffers: list[Tensor], run: ReproducibleRun | None) -> str:
+def _steps(job: Job, step: Step) -> str:
     config, saved_step, first_step = job.config, job.step, job.step + 1
     while job.step < config.train.steps:
-        row, stopped = _train_step(job, order, run)
-        _average(buffers, job.ranks.world_size)
+        row, stopped = step()
         last = job.step == config.train.steps
         if _due(config.train.eval_every, job.step, last) and job.data.held_out is not None:
             row.update(evaluate(job, job.data.held_out))
@@ -150,7 +166,7 @@ def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
         batch = _to_device(job.data.train.batch(indices), job.device)
         wait = reduce_once and i < len(batches) - 1
         with no_sync(job.model) if wait else contextlib.nullcontext():
-            outputs = _outputs(job.model(batch))
+            outputs = outputs_of(job.model(batch))
             (outputs["loss"] / len(batches)).backward()
         for name, value in outputs.items():
             sums[name] = sums.get(name, 0) + value.detach().double()
@@ -162,7 +178,7 @@ def _in_tree_order(job: Job, order: SampleOrder, run: ReproducibleRun) -> dict[s
     size = job.config.train.micro_batch
     for micro in run.micro_batches(job.step):
         indices = order.indices(job.position + micro.index * size, size)
-        outputs = _outputs(job.model(_to_device(job.data.train.batch(indices), job.device)))
+        outputs = outputs_of(job.model(_to_device(job.data.train.batch(indices), job.device)))
         outputs["loss"].backward()
         micro.log(**outputs)
     return run.means()
@@ -191,7 +207,7 @@ def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
     for at in range(rank, -(-len(batches) // world) * world, world):
         indices = batches[at] if at < len(batches) else batches[0]
         weight = len(indices) if at < len(batches) else 0
-        outputs = _outputs(job.model(_to_device(held_out.batch(indices), job.device)))
+        outputs = outputs_of(job.model(_to_device(held_out.batch(indices), job.device)))
         rows.append({name: float(value) * weight for name, value in outputs.items()})
     names = sorted(rows[0])
     table = job.ranks.gather_floats([row[name] for name in names for row in rows])
@@ -216,7 +232,7 @@ def _extra(job: Job) -> dict[str, Any]:
     }
 
 
-def _outputs(result: Any) -> dict[str, Tensor]:
+def outputs_of(result: Any) -> dict[str, Tensor]:
     """What a model returned as named scalars, the loss among them."""
     outputs = result if isinstance(result, dict) else {"loss": result}
     loss = outputs.get("loss")
