@@ -167,6 +167,13 @@ def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) 
         torch._foreach_copy_(destinations, sources)
 
 
+def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
+    """Row r of `out` becomes the r-th chunks (along dim 0) of all tensors, end to end. One call
+    where public ones take a view and a copy for each tensor.
+    """
+    torch._chunk_cat(tensors, 0, num_chunks, out=out)
+
+
 # One call for many small tensors. torch.optim builds on these; there is no public name.
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,7 +32,14 @@ import torch.distributed as dist
 
 from shardwise.comm import c10d_tree
 from shardwise.comm.order_check import OrderCheck
-from shardwise.comm.staging import GatherPlan, PackedGrads, ReducePlan, used_here
+from shardwise.comm.staging import (
+    GatherPlan,
+    GatherStaging,
+    PackedGrads,
+    ReducePlan,
+    ReduceStaging,
+    used_here,
+)
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
@@ -92,9 +100,10 @@ class C10dTransport:
             return DONE
         plan = GatherPlan.of(bucket)
         custom = bucket.private.get("all_gather")
-        packed = out if plan.in_place else _staging(custom, plan.packing.numel, out)
-        own = plan.packing.chunk(packed, bucket.shard.rank)
+        staging = None if plan.in_place else GatherStaging.take(bucket, plan, out, custom)
+        packed = out if staging is None else staging.packed
         if shard.dtype != out.dtype or shard.device != out.device or not plan.padded:
+            own = plan.packing.chunk(out, bucket.shard.rank) if staging is None else staging.own
             own.copy_(shard[: own.numel()], non_blocking=True)
             shard = own
         if plan.padded:
@@ -105,7 +114,8 @@ class C10dTransport:
 
         def finish() -> None:
             used_here(shard)
-            plan.unpack(packed, out)
+            if staging is not None:
+                staging.unpack()
 
         return _Issued(self, f"gather of {bucket.name}", works, finish)
 
@@ -114,15 +124,14 @@ class C10dTransport:
     ) -> GradBuffer:
         plan = ReducePlan.of(bucket, layout)
         custom = bucket.private.get("reduce_scatter")
-        alone = bucket.shard.size == 1
-        packed = out if alone else _staging(custom, plan.packing.numel, out)
-        return PackedGrads(plan, packed, pre_scale)
+        return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, custom), pre_scale)
 
     def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
         assert isinstance(grads, PackedGrads), (
             f"{type(grads).__name__} was made by another transport"
         )
-        plan, packed = grads.plan, grads.finish()
+        plan, staging = grads.plan, grads.finish()
+        packed = staging.packed
         if bucket.shard.size == 1:
             _scale(out, scale)
             return DONE
@@ -139,6 +148,7 @@ class C10dTransport:
             used_here(packed)
             if not plan.padded:
                 plan.unpack_own(packed, out)
+            staging.give_back()
             _scale(out, scale)
 
         return _Issued(self, f"reduce of {bucket.name}", works, finish)
@@ -269,7 +279,13 @@ class _Issued:
 
 def _scale(out: torch.Tensor, scale: float) -> None:
     if scale != 1.0:
-        out.mul_(scale)
+        out.mul_(_factor(scale) if out.dtype is torch.float32 else scale)
+
+
+@lru_cache
+def _factor(scale: float) -> torch.Tensor:
+    """A number that torch need not make a tensor of each time; the product has the same bits."""
+    return torch.tensor(scale, dtype=torch.float64, device="cpu")
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,12 +321,6 @@ def _reduce(part: torch.Tensor, owner: int, group: dist.ProcessGroup | None) -> 
 # -- collectives that users bring ----------------------------------------------------------------
 # FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`: objects that allocate staging and
 # run the collective, returning a work or None.
-def _staging(custom: Any, numel: int, like: torch.Tensor) -> torch.Tensor:
-    if custom is None or not hasattr(custom, "allocate"):
-        return like.new_empty(numel)
-    return custom.allocate((numel,), dtype=like.dtype, device=like.device)
-
-
 def custom_all_gather(comm: Any) -> Callable[..., Any]:
     def all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
         work = comm(output_tensor=out, input_tensor=part, group=group, async_op=True)

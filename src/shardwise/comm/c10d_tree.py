@@ -33,7 +33,8 @@ def collect(
     leaves: tuple[int | None, ...],
 ) -> Handle:
     """See `TreeTransport.collect`."""
-    plan, packed = grads.plan, grads.finish()
+    plan, staging = grads.plan, grads.finish()
+    packed = staging.packed
     if bucket.shard.size == 1:
         if leaves[0] is not None:
             tree.put_chunk(leaves[0], out)
@@ -53,6 +54,7 @@ def collect(
             if leaf is not None:
                 tree.put(leaf, part[:data], part[own - num :])
         tree.keep()
+        staging.give_back()
 
     return handle(f"tree reduction of {bucket.name}", works, finish)
 

@@ -4,20 +4,29 @@
     ReducePlan     gradients -> rank-major buffer (copy-in), padding, counts
     PackedGrads    a GradBuffer over one rank-major staging buffer
 
-For transports that move one rank-major buffer per bucket. Plans live in `bucket.private`; they hold
-numbers only, no tensors, because staging is made anew for each use and the caching allocator is
-what keeps its pages warm.
+For transports that move one rank-major buffer per bucket. Plans live in `bucket.private` and hold
+numbers only. The buffers (`GatherStaging`, `ReduceStaging`) live there too: their storage is empty
+between uses, so they cost no memory then, and the allocator is what keeps its pages warm; but the
+views that are copied from and to are made once, because making them would take longer than copying
+small parameters does. A buffer that is still in use is left alone and another one takes its place.
+
+Gradients of up to `BATCHED_BYTES` are held as they arrive and copied together, by one call.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 
+from shardwise._torch_compat import chunk_cat, foreach_copy
 from shardwise.comm.transport import Bucket
 from shardwise.layout import Move, Packing, ReduceLayout, pack_grads, pack_shards
+
+BATCHED_BYTES = 2**18  # of gradients that are held until they are copied together
 
 # Arguments of as_strided: a matrix with one row per rank.
 Rows = tuple[tuple[int, int], tuple[int, int], int]
@@ -28,7 +37,7 @@ def used_here(tensor: torch.Tensor) -> None:
 
     Free on the stream that it was made on.
     """
-    if tensor.device.type not in ("cpu", "meta"):
+    if not tensor.is_cpu and not tensor.is_meta:
         streams = torch.get_device_module(tensor.device)
         tensor.record_stream(streams.current_stream(tensor.device))
 
@@ -58,12 +67,77 @@ class GatherPlan:
             plan = bucket.private["gather_plan"] = cls(packing, padded, layout.is_rank_major, moves)
         return plan
 
-    def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
-        if self.in_place:
-            return
-        used_here(packed)
-        for move, offset in self.moves:
-            move.whole(out, offset).copy_(move.packed(packed))
+
+class GatherStaging:
+    """A rank-major buffer, and the views through which it is unpacked into the gathered one."""
+
+    __slots__ = ("_out", "_pages", "_sources", "_targets", "is_free", "own", "packed")
+
+    def __init__(
+        self, plan: GatherPlan, packed: torch.Tensor, out: torch.Tensor, rank: int, pages: Pages
+    ) -> None:
+        self.packed = packed
+        self.own = plan.packing.chunk(packed, rank)
+        self.is_free = False
+        self._pages = pages
+        self._out = out
+        self._sources = [move.packed(packed) for move, _ in plan.moves]
+        self._targets = [move.whole(out, offset) for move, offset in plan.moves]
+
+    @classmethod
+    def take(
+        cls, bucket: Bucket, plan: GatherPlan, out: torch.Tensor, custom: Any
+    ) -> GatherStaging:
+        """The bucket's own buffer, unless it is in use or the user's collective allocates. It is
+        kept from the second gather into the same `out` on: views would keep one alive that is not.
+        """
+        known: GatherStaging | None = bucket.private.get("gather_staging")
+        if known is not None and known.is_free and known._out is out and custom is None:
+            known.is_free = False
+            known._pages.fill()
+            return known
+        packed, pages = _allocate(custom, plan.packing.numel, out)
+        made = cls(plan, packed, out, bucket.shard.rank, pages)
+        before: weakref.ref[torch.Tensor] | None = bucket.private.get("gathered_to")
+        if custom is None and before is not None and before() is out:
+            bucket.private["gather_staging"] = made
+        bucket.private["gathered_to"] = weakref.ref(out)
+        return made
+
+    def unpack(self) -> None:
+        """To the gathered buffer; the memory of this one goes back."""
+        used_here(self.packed)
+        foreach_copy(self._targets, self._sources)
+        self._pages.empty()
+        self.is_free = True
+
+
+class Pages:
+    """The memory below a buffer whose views are made once; None: memory of somebody else."""
+
+    __slots__ = ("_size_bytes", "_storage")
+
+    def __init__(self, packed: torch.Tensor | None) -> None:
+        self._storage = None if packed is None else packed.untyped_storage()
+        self._size_bytes = 0 if self._storage is None else self._storage.nbytes()
+
+    def fill(self) -> None:
+        if self._storage is not None:
+            self._storage.resize_(self._size_bytes)
+
+    def empty(self) -> None:
+        if self._storage is not None:
+            self._storage.resize_(0)
+
+
+def _allocate(custom: Any, numel: int, like: torch.Tensor) -> tuple[torch.Tensor, Pages]:
+    """Staging; by the user's collective where it brings `allocate` (FSDP2's `set_custom_*`)."""
+    if custom is None:
+        packed = like.new_empty(numel)
+        return packed, Pages(packed)
+    if hasattr(custom, "allocate"):
+        return custom.allocate((numel,), dtype=like.dtype, device=like.device), Pages(None)
+    return like.new_empty(numel), Pages(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +149,7 @@ class ReducePlan:
     padded: bool
     counts: tuple[Rows, ...]
     gaps: tuple[Rows, ...]
+    is_even: bool  # torch.chunk along dim 0 cuts every gradient as the buffer wants it
     own: tuple[
         int, int, int
     ]  # this rank's chunk: start, elements of data; where counts belong in `out`
@@ -101,7 +176,12 @@ class ReducePlan:
         else:
             counts = tuple(((1, num), (num, 1), starts[r] + data[r]) for r in range(world))
             gaps = ()
-        return cls(layout, packing, padded, counts, gaps, (starts[rank], data[rank], counts_offset))
+        is_even = padded and all(
+            p.spec.shard_dim == 0 and p.spec.shape and p.numel and p.cuts.is_exact
+            for p in layout.params
+        )
+        own = (starts[rank], data[rank], counts_offset)
+        return cls(layout, packing, padded, counts, gaps, is_even, own)
 
     def unpack_own(self, packed: torch.Tensor, out: torch.Tensor) -> None:
         """Chunks of exact size: this rank's data and counts to their places in `out`."""
@@ -112,33 +192,124 @@ class ReducePlan:
         out[counts_offset:].copy_(packed[start + data : start + data + num])
 
 
+class ReduceStaging:
+    """A rank-major buffer, and its views: where each gradient, the padding and the counts go."""
+
+    __slots__ = ("counts", "gaps", "is_free", "ones", "packed", "pages", "plan", "rows", "runs")
+
+    def __init__(self, plan: ReducePlan, packed: torch.Tensor, pages: Pages) -> None:
+        self.plan, self.packed, self.pages = plan, packed, pages
+        self.is_free = False
+        self.runs = tuple(
+            tuple((move, move.packed(packed)) for move in moves) for moves in plan.packing.moves
+        )
+        self.gaps = [_matrix(packed, rows) for rows in plan.gaps]
+        self.counts = [_matrix(packed, rows) for rows in plan.counts]
+        # Where all is cut evenly along dim 0, a row per rank, and what its counts are made of.
+        world = plan.layout.world
+        self.rows = packed.view(world, -1) if plan.is_even else None
+        self.ones = torch.ones(world, len(plan.layout.indices), device=packed.device)
+
+    @classmethod
+    def take(
+        cls, bucket: Bucket, plan: ReducePlan, out: torch.Tensor, custom: Any
+    ) -> ReduceStaging:
+        """The bucket's own buffer, unless it is in use or the user's collective allocates."""
+        if bucket.shard.size == 1:
+            return cls(plan, out, Pages(None))  # the result itself
+        known: ReduceStaging | None = bucket.private.get("reduce_staging")
+        if known is not None and known.is_free and known.plan is plan and custom is None:
+            known.is_free = False
+            known.pages.fill()
+            return known
+        made = cls(plan, *_allocate(custom, plan.packing.numel, out))
+        if custom is None:
+            bucket.private["reduce_staging"] = made
+        return made
+
+    def give_back(self) -> None:
+        """The reduction has read it, or will not: the memory goes back."""
+        self.pages.empty()
+        self.is_free = True
+
+
 class PackedGrads:
     """Gradients of one reduction in rank-major order, copied in as they arrive."""
 
-    __slots__ = ("_arrived", "_packed", "_pre_scale", "plan")
+    __slots__ = ("_arrived", "_held", "_held_bytes", "_pre_scale", "_staging", "plan")
 
-    def __init__(self, plan: ReducePlan, packed: torch.Tensor, pre_scale: float) -> None:
+    def __init__(self, plan: ReducePlan, staging: ReduceStaging, pre_scale: float) -> None:
         self.plan = plan
-        self._packed: torch.Tensor | None = packed
+        self._staging: ReduceStaging | None = staging
         self._pre_scale = pre_scale
         self._arrived = [False] * len(plan.layout.indices)
+        self._held: dict[int, torch.Tensor] = {}
+        self._held_bytes = 0
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        packed = self._packed
-        assert packed is not None, "put after the reduction was issued"
+        assert self._staging is not None, "put after the reduction was issued"
         if grad.requires_grad:  # create_graph=True: staging is no part of the user's graph
             grad = grad.detach()
-        used_here(packed)
+        if self._arrived[index]:
+            self._copy_held()
+            self._copy(index, grad, adds=True)
+            return
+        self._arrived[index] = True
+        size = grad.nbytes
+        if size > BATCHED_BYTES or self._pre_scale != 1.0:
+            self._copy(index, grad, adds=False)
+            return
+        self._held[index] = grad
+        self._held_bytes += size
+        if self._held_bytes > BATCHED_BYTES:
+            self._copy_held()
+
+    def _concatenate(self) -> bool:
+        """The whole buffer by one call, where all gradients are held and lie as it needs them."""
+        staging, held = self._staging, self._held
+        assert staging is not None
+        if staging.rows is None or not held:
+            return False
+        grads = [held[index] for index in range(len(held))]
+        dtype = grads[0].dtype
+        if not all(grad.dtype is dtype and grad.is_contiguous() for grad in grads):
+            return False
+        for grad in grads:
+            used_here(grad)
+        if staging.ones.dtype is not dtype:
+            staging.ones = staging.ones.to(dtype)
+        chunk_cat([*grads, staging.ones], self.plan.layout.world, staging.rows)
+        self._held = {}
+        return True
+
+    def _copy_held(self) -> None:
+        """By one call; gradients with strides of their own, one after the other."""
+        assert self._staging is not None
+        held, self._held, self._held_bytes = self._held, {}, 0
+        targets, sources = [], []
+        for index, grad in held.items():
+            if not grad.is_contiguous():
+                self._copy(index, grad, adds=False)
+                continue
+            used_here(grad)
+            for move, target in self._staging.runs[index]:
+                sources.append(grad.view(move.size) if move.is_all else move.whole(grad))
+                targets.append(target)
+        foreach_copy(targets, sources)
+
+    def _copy(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        assert self._staging is not None
+        used_here(self._staging.packed)
         used_here(grad)  # the engine drops it as soon as this returns
         contiguous = grad.is_contiguous()
-        for move in self.plan.packing.moves[index]:
-            target = move.packed(packed)
+        for move, place in self._staging.runs[index]:
+            target = place
             if contiguous:
                 source = move.whole(grad)
             else:
                 source = _strided_part(grad, self.plan.layout.params[index].spec.shard_dim, move)
                 target = target.view(source.shape)
-            if self._arrived[index]:
+            if adds:
                 target.add_(source, alpha=self._pre_scale)
             elif self._pre_scale != 1.0:
                 torch.mul(
@@ -146,32 +317,44 @@ class PackedGrads:
                 )  # scaled before it is cast: 1e5 does not fit fp16
             else:
                 target.copy_(source)
-        self._arrived[index] = True
 
     def has(self, index: int) -> bool:
         return self._arrived[index]
 
     def discard(self) -> None:
-        self._packed = None
+        staging, self._staging, self._held = self._staging, None, {}
+        if staging is not None:
+            staging.give_back()
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> ReduceStaging:
         """Write what never arrived, the padding and the counts, and give the buffer away."""
-        packed, self._packed = self._packed, None
-        assert packed is not None, "a gradient buffer is reduced once"
-        used_here(packed)
-        plan, missing = self.plan, [i for i, arrived in enumerate(self._arrived) if not arrived]
-        if len(missing) == len(self._arrived):
-            return packed.zero_()
-        for rows in plan.gaps:
-            _matrix(packed, rows).zero_()
-        for index in missing:
-            for move in plan.packing.moves[index]:
-                move.packed(packed).zero_()
-        for rows in plan.counts:
-            counts = _matrix(packed, rows).fill_(1)
-            for index in missing:
-                counts[:, index].zero_()
-        return packed
+        assert self._staging is not None, "a gradient buffer is reduced once"
+        staging = self._staging
+        used_here(staging.packed)
+        if len(self._held) == len(self._arrived) and self._concatenate():
+            self._staging = None
+            return staging
+        if self._held:
+            self._copy_held()
+        self._staging = None
+        if not any(self._arrived):
+            staging.packed.zero_()
+            return staging
+        for gap in staging.gaps:
+            gap.zero_()
+        for counts in staging.counts:
+            counts.fill_(1)
+        if not all(self._arrived):
+            self._clear_missing(staging)
+        return staging
+
+    def _clear_missing(self, staging: ReduceStaging) -> None:
+        for index, arrived in enumerate(self._arrived):
+            if not arrived:
+                for _, target in staging.runs[index]:
+                    target.zero_()
+                for counts in staging.counts:
+                    counts[:, index].zero_()
 
 
 def _matrix(packed: torch.Tensor, rows: Rows) -> torch.Tensor:

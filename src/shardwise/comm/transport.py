@@ -32,10 +32,10 @@ class Axis:
     ranks: tuple[int, ...]
     rank: int
     group: dist.ProcessGroup | None
+    size: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,19 @@ return, and whether they work element by element (then they may run on the shard
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 aten = torch.ops.aten
+
+# Asked of many tensors by one `map`, which stays in C.
+_spec, _placements, _ndim = attrgetter("_spec"), attrgetter("placements"), attrgetter("ndim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class OpInfo:
     elementwise: bool
     writes_grads_away: bool
     is_verdict: bool  # any, all: a partial verdict adds up wrongly when it is cast
+    is_like: bool  # zeros_like, ...: lies like its first argument
 
 
 # Base names of operators whose result at an element depends on that element of each operand alone.
@@ -67,6 +73,7 @@ def _read(func: Any) -> OpInfo:
         elementwise=elementwise and "out" not in func._overloadname,
         writes_grads_away=base in ("zero", "_foreach_zero") and bool(writes),
         is_verdict=name in ("any", "all"),
+        is_like=name.endswith("_like"),
     )
 
 
@@ -83,11 +90,42 @@ def same_layout(args: Any) -> bool:
         lists = [
             a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
         ]
+        if (
+            _share_specs(lists)
+            and len(lists[0])
+            and not any(isinstance(a, torch.Tensor) for a in args[1:])
+        ):
+            return True
         singles = [a for a in args[1:] if isinstance(a, torch.Tensor)]
         return all(s.ndim == 0 and _is_number(s) for s in singles) and all(
             _alike(entry) for entry in zip(*lists, strict=False)
         )
     return _alike(tuple(a for a in args if isinstance(a, torch.Tensor)))
+
+
+def _share_specs(lists: list[Any]) -> bool:
+    """The usual case of an optimizer, seen without a look at each tensor from Python: all lists
+    hold DTensors, entry by entry with the very same spec, or plain numbers (steps). False says
+    nothing.
+    """
+    specs: list[Any] | None = None
+    for tensors in lists:
+        kinds = set(map(type, tensors))
+        if len(kinds) != 1:
+            return False
+        if not issubclass(kinds.pop(), DTensor):
+            if any(map(_ndim, tensors)):
+                return False
+        elif specs is None:
+            specs = list(map(_spec, tensors))
+        elif len(tensors) != len(specs) or not all(map(is_, map(_spec, tensors), specs)):
+            return False
+    distinct = {id(placements): placements for placements in map(_placements, specs or ())}
+    return not any(p.is_partial() for placements in distinct.values() for p in placements)
+
+
+def all_none(values: Iterable[Any]) -> bool:
+    return all(map(is_, values, repeat(None)))
 
 
 def _alike(tensors: tuple[torch.Tensor, ...]) -> bool:

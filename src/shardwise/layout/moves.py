@@ -39,6 +39,7 @@ class Move:
     packed_offset: int
     whole_stride: tuple[int, int, int]
     whole_offset: int
+    is_all: bool  # the run is the whole parameter as it lies: a view of it does
 
     def packed(self, buffer: torch.Tensor) -> torch.Tensor:
         """The run in a flat rank-major buffer."""
@@ -135,4 +136,5 @@ def _move(index: int, param: ParamLayout, run: list[int], places: Sequence[int])
         packed_offset=places[run[0]],
         whole_stride=(part, param.rows * param.inner, 1),
         whole_offset=first_row * param.inner,
+        is_all=param.outer == 1 and len(run) * rows == param.rows,
     )
