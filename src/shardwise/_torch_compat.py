@@ -233,3 +233,10 @@ def default_store() -> dist.Store | None:
     if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):
         return None
     return dist.distributed_c10d._get_default_store()
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Tensors and storage objects that share this memory; `sys.getrefcount` of C++. No public
+    name.
+    """
+    return torch._C._storage_Use_Count(storage._cdata)

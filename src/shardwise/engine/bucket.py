@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import local_of, set_versions
+from shardwise._torch_compat import local_of, set_versions, storage_uses
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam
@@ -62,6 +62,9 @@ class BucketState:
         self._hooked: set[int] = set()
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._version = 0  # of the full parameters when they were gathered
+        self._own_uses = 2**62  # of the storage by the engine itself, see `kept_views`
+        self._uses_behind_gather = 0
+        self._uses_before = 0  # when a backward began
 
     @property
     def regroups(self) -> bool:
@@ -178,13 +181,58 @@ class BucketState:
         if self.storage.nbytes() == 0:
             self.storage.resize_(self.layout.full_bytes)
 
-    def release(self) -> None:
-        """Empty the gathered storage. Full parameters must not be read until the next gather."""
+    def addresses(self) -> list[int]:
+        """Where memory that is to be released begins."""
+        return [] if self.aliases else [self.storage.data_ptr()]
+
+    def count_own_uses(self) -> None:
+        """Behind a gather: nobody has seen this copy; autograd may keep views of an older one."""
+        self._uses_behind_gather = uses = storage_uses(self.storage)
+        self._own_uses = min(self._own_uses, uses)
+
+    def count_uses_before(self) -> None:
+        """When a backward begins: autograd's views are among them."""
+        self._uses_before = storage_uses(self.storage)
+
+    def release(self, after: str = "") -> None:
+        """Empty the gathered storage. Full parameters must not be read until the next gather.
+
+        `after` a "backward", or a "forward" without grad, views that user code keeps are told from
+        autograd's; they keep the memory, and the next gather takes new one.
+        """
         if self.aliases:
             return
+        if not self.storage.resizable() or (after and self._is_used_elsewhere(after)):
+            self._leave_storage()  # numpy() makes a storage one that cannot be resized
         self.storage.resize_(0)
         version = 2 * self.mark.count + 1
         set_versions(self._fulls, (version,) * len(self._fulls))
+
+    def _is_used_elsewhere(self, after: str) -> bool:
+        uses = storage_uses(self.storage)
+        if after == "forward":
+            return uses > self._uses_behind_gather
+        # A backward that keeps its graph drops none of autograd's views.
+        return self._own_uses < uses < self._uses_before
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _leave_storage(self) -> None:
+        """The full parameters move to a storage of their own, the old one stays as it is."""
+        old = self.storage
+        self.storage = torch.empty(
+            old.nbytes(), dtype=torch.uint8, device=self.mesh.device
+        ).untyped_storage()
+        self._own_uses = 2**62
+        # Another tensor: transports keep views by it.
+        self.out = torch.empty(0, dtype=self.out.dtype, device=self.out.device).set_(
+            self.storage, self.out.storage_offset(), self.out.shape, self.out.stride()
+        )
+        for full in self._fulls:
+            if not isinstance(full, DTensor):
+                full.data = torch.empty(0, dtype=full.dtype, device=full.device).set_(
+                    self.storage, full.storage_offset(), full.shape, full.stride()
+                )
 
     @property
     def gathered_bytes(self) -> int:

@@ -366,7 +366,16 @@ class ExtensionBucket(BucketState):
         inner = [t for full in fulls for t in inner_tensors(full.data)]
         self._fulls = (*fulls, *declared, *inner, *outputs)
 
-    def release(self) -> None:
+    def addresses(self) -> list[int]:
+        return [storage.data_ptr() for storage, _ in self._storages]
+
+    def count_own_uses(self) -> None:
+        """Hooks may keep what they like; uses are not counted."""
+
+    def count_uses_before(self) -> None:
+        """See `count_own_uses`."""
+
+    def release(self, after: str = "") -> None:
         for storage, _ in self._storages:
             storage.resize_(0)
         version = 2 * self.mark.count + 1

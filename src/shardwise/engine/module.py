@@ -25,8 +25,10 @@ from shardwise.engine import forward
 from shardwise.engine.activations import KEEP
 from shardwise.engine.added import REGISTRATIONS, check_nothing_added, take_in_changes
 from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, meta_tensors
+from shardwise.engine.build import own_modules
 from shardwise.engine.context import Context
 from shardwise.engine.copies import copy_attributes, copy_unit
+from shardwise.engine.kept_views import Attributes
 from shardwise.engine.optimizers import repoint_all
 from shardwise.engine.settings import UnitSettings
 from shardwise.engine.state import (
@@ -246,6 +248,7 @@ def adopt(root: nn.Module) -> None:
         _check_owned(root, root_state.unit.context)
         if changed:
             repoint_all()
+        _watch_attributes(below)
         for _, _, state in below:
             state.registrations = count
         return
@@ -263,9 +266,19 @@ def adopt(root: nn.Module) -> None:
     check_filled(root)
     _check_owned(root, context)
     repoint_all()
+    _watch_attributes(below)
     for _, _, state in below:  # not before: a check that has raised is made again
         state.is_known = state.unit.is_adopted = True
         state.registrations = count
+
+
+def _watch_attributes(below: list[tuple[str, nn.Module, ModuleState]]) -> None:
+    modules: dict[Unit, list[tuple[str, nn.Module]]] = {}
+    for name, module, state in below:
+        own = own_modules(module, f"{name}." if name else "", _is_sharded)
+        modules.setdefault(state.unit, []).extend((n.removesuffix("."), m) for n, m in own)
+    for unit, named in modules.items():
+        unit.attributes = Attributes(named)
 
 
 def _name_parameters(root: nn.Module) -> None:

@@ -27,6 +27,7 @@ from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
+from shardwise.engine.kept_views import Attributes
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped
 from shardwise.engine.shard_tensor import Mark
@@ -91,6 +92,7 @@ class Unit:
         self.prefetch: bool | None = None  # None: where it pays, see `overlaps`
         self.gather_limit: int | None = None  # bytes that prefetching may reach
 
+        self.attributes: Attributes | None = None  # of its modules, once a root has taken it in
         self.stepper: Stepper | None = None  # an optimizer that steps in the backward
         self.num_uses = 0  # forwards with gradients since the last backward
         self.is_held = False  # a gathered copy exists or is on its way
@@ -332,6 +334,8 @@ class Unit:
             # The gather may still write, so its memory is not released; nobody waits for it again.
             self.is_held = False
             raise
+        for bucket in self.buckets:
+            bucket.count_own_uses()
 
     def use_full(self) -> None:
         for bucket in self.buckets:
@@ -347,14 +351,14 @@ class Unit:
         for bucket in self.buckets:
             bucket.register_sharded()
 
-    def reshard(self) -> None:
+    def reshard(self, after: str = "") -> None:
         """Register the shards and release the full copy."""
         self.use_shards()
         if not self.is_held:
             return
         self.wait_unshard()
         for bucket in self.buckets:
-            bucket.release()
+            bucket.release(after)
         self.is_held = False
         self.context.note("FR", self)
 
@@ -423,10 +427,24 @@ class Unit:
         if self.keeps_between_steps:
             self.use_shards()
         elif self.releases_after_forward() or not torch.is_grad_enabled():
+            self._check_kept_views()
             if self.is_held and self.strategy.forward_world and torch.is_grad_enabled():
                 self._regroup()
             else:
-                self.reshard()
+                self.reshard("" if torch.is_grad_enabled() else "forward")
+
+    def _check_kept_views(self) -> None:
+        """A module's attribute that looks into memory which is released now."""
+        if self.attributes is None or not self.is_held:
+            return
+        where = self.attributes.view_of({a for b in self.buckets for a in b.addresses()})
+        if where is not None:
+            raise EngineError(
+                f"{where}: is a view of the gathered parameters of the unit {self.name!r}, which "
+                "are released now; keep a copy instead (.clone()), read it inside the forward "
+                "only and set it to None before it ends, or keep the parameters gathered "
+                "(strategy='shard_grad_op', reshard_after_forward=False)"
+            )
 
     def _regroup(self) -> None:
         """Keep shards over a smaller world until the backward."""
@@ -457,6 +475,8 @@ class Unit:
     def pre_backward(self) -> None:
         if self.unshard_in_backward or self.is_held:
             self._make_usable()
+            for bucket in self.buckets:
+                bucket.count_uses_before()
             for owner in self._tied_to:
                 owner.pre_backward()
 
@@ -480,7 +500,7 @@ class Unit:
         if self.keeps_between_steps:
             self.use_shards()
         elif self.reshard_after_backward:
-            self.reshard()
+            self.reshard("backward")
 
     # -- gradients -------------------------------------------------------------------------------
     def watch_gradients(self) -> None:

@@ -1,0 +1,78 @@
+"""Tensors that user code keeps of gathered parameters: `self.cache = self.weight[:2]`.
+
+They lie in memory that the engine empties when the unit comes to rest; some kernels crash when they
+read it. Two ways find them before:
+
+    attributes    of the unit's modules are looked at before each release: an error that names
+                  module and attribute. Only names that could hold a tensor are looked at, so that
+                  the usual module costs one comparison
+    use counts    where autograd keeps nothing of the copy (behind a backward, or a forward without
+                  grad), a storage with more users than after its first gather is left to them:
+                  what they hold stays readable and shows the weights of that pass; the engine goes
+                  on with memory of its own
+
+Views that live elsewhere (a list, a closure) and are read between forward and backward are found by
+neither, since autograd's own views cannot be told from them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+_OWN = frozenset(vars(nn.Module()))  # names that every module has
+_CONTAINERS = (list, tuple, dict, set)
+
+
+class Attributes:
+    """Of the modules of one unit: those that hold, or could hold, a tensor."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._modules = [(name, weakref.ref(module)) for name, module in modules]
+        self._num_names = -1
+        self._suspects: list[tuple[str, dict[str, Any], str]] = []
+        self._dicts = [vars(module) for _, ref in self._modules if (module := ref()) is not None]
+
+    def view_of(self, storages: set[int]) -> str | None:
+        """ "module.attribute" of a tensor over one of the storages (data pointers)."""
+        num_names = 0
+        for names in self._dicts:
+            num_names += len(names)
+        if num_names != self._num_names:
+            self._look_anew(num_names)
+        for where, names, key in self._suspects:
+            if _is_over(names.get(key), storages):
+                return where
+        return None
+
+    def _look_anew(self, num_names: int) -> None:
+        self._num_names = num_names
+        self._suspects = []
+        for name, ref in self._modules:
+            module = ref()
+            if module is None:
+                continue
+            for key, value in vars(module).items():
+                if key in _OWN or key.startswith("_shardwise"):
+                    continue
+                if value is None or isinstance(value, (torch.Tensor, *_CONTAINERS)):
+                    where = f"{name}.{key}" if name else key
+                    self._suspects.append((where, vars(module), key))
+
+
+def _is_over(value: Any, storages: set[int], depth: int = 0) -> bool:
+    if value is None:
+        return False
+    if isinstance(value, torch.Tensor):
+        try:
+            return value.untyped_storage().data_ptr() in storages
+        except (NotImplementedError, RuntimeError):  # meta, sparse, subclasses without storage
+            return False
+    if depth < 2 and isinstance(value, _CONTAINERS) and len(value) <= 64:
+        values = value.values() if isinstance(value, dict) else value
+        return any(_is_over(v, storages, depth + 1) for v in values)
+    return False
