@@ -109,7 +109,7 @@ def test_not_finite(rank: int, world: int) -> None:
     grad = model.layers[0][0].weight.grad.to_local()
     if rank == 1:
         grad[0, 0] = math.inf
-    with pytest.raises(RuntimeError, match="not finite: .*inf on rank 1"):
+    with pytest.raises(RuntimeError, match=r"not finite: .*inf on rank 1"):
         sw.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
     if rank == 0:
         for p, b in zip(model.parameters(), before, strict=True):
