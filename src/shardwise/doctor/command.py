@@ -94,8 +94,16 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         if sys.stderr.isatty():
             progress.print(text, markup=False, highlight=False, style="dim")
 
-    rows: list[Row] = list(climb(plan, num_timed, tell))
+    rows: list[Row] = []
+    interrupted = False
+    try:
+        for row in climb(plan, num_timed, tell):
+            rows.append(row)  # noqa: PERF402 - one by one: an interruption keeps them
+    except KeyboardInterrupt:  # what is known by now was paid for
+        interrupted = True
     result = as_json(rows)
+    if interrupted:
+        result["passed"] = False
     if args.json:
         print(json.dumps(result, indent=1))
     else:
@@ -103,7 +111,10 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
         out.print(table_of(rows, _title(plan)))
         out.print(LEGEND, style="dim")
         failed = sum(row.result == "FAIL" for row in rows)
-        out.print("verify: PASS" if not failed else f"verify: FAIL ({failed} of {len(rows)})")
+        verdict = "interrupted" if interrupted else "PASS"
+        out.print(f"verify: FAIL ({failed} of {len(rows)})" if failed else f"verify: {verdict}")
+    if interrupted:
+        raise KeyboardInterrupt
     return 0 if result["passed"] else 1
 
 
