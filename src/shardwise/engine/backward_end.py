@@ -77,7 +77,7 @@ def _join_peers(ending: list[BackwardPass]) -> None:
     """Take part, with nothing to add, in reductions that only other ranks have (a branch, an expert
     that ran there): this rank owns a shard of their sums too.
     """
-    wires = [wire for backward in ending for wire in backward.context.entered]
+    wires = [wire for backward in ending for wire in backward.context.entered[-1]]
     for wire in dict.fromkeys(wires):
         if wire.depth > wires.count(wire):
             continue  # an outer backward goes on, on the same transport

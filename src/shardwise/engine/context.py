@@ -42,7 +42,7 @@ class Context:
         self.prefetch = Prefetch()
         self.backward: BackwardPass | None = None
         self.log: EventLog | None = None
-        self.entered: Entered = {}
+        self.entered: list[Entered] = []  # innermost last: a backward may run inside a forward
         self.num_tokens: float | None = None  # since the last reduction; None: losses are means
         self.is_accumulating = False  # a backward without sync has left partial gradients
         self.has_run = False
@@ -139,18 +139,19 @@ class Context:
 
     # -- phases ----------------------------------------------------------------------------------
     def _enter(self, phase: str, name: str) -> None:
-        self.entered = enter_all(self.wires(), phase, name)
+        self.entered.append(enter_all(self.wires(), phase, name))
 
     def _leave(self, phase: str, name: str) -> None:
-        entered, self.entered = self.entered, {}
-        leave_all(entered, phase, name)
+        if self.entered:
+            leave_all(self.entered.pop(), phase, name)
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""
         backward, self.backward = self.backward, None
-        entered, self.entered = self.entered, {}
-        for wire, epoch in entered.items():
-            wire.abandon(epoch)
+        entered, self.entered = self.entered, []
+        for phase in reversed(entered):
+            for wire, epoch in phase.items():
+                wire.abandon(epoch)
         if backward is not None:
             backward.abandon()
             self.torn += backward.torn
