@@ -81,8 +81,25 @@ def local_of(tensor: Any) -> torch.Tensor:
 def new_dtensor(
     cls: type[DTensor], local: torch.Tensor, spec: Any, requires_grad: bool = False
 ) -> Any:
-    """A DTensor (or subclass) over `local`, without checks and communication."""
-    return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    """A DTensor (or subclass) over `local`, without checks and communication.
+
+    The wrapper takes the storage offset of what it is made of, and a wrapper with an offset reports
+    a data_ptr() although it has no memory: torch's asynchronous checkpointing would copy from it.
+    So one over a view into a bucket is made of an empty tensor.
+    """
+    if type(local) is not torch.Tensor or not local.storage_offset():
+        return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    key = (local.dtype, local.device)
+    empty = _EMPTY.get(key)
+    if empty is None:
+        with torch.inference_mode(False):
+            empty = _EMPTY[key] = torch.empty(0, dtype=local.dtype, device=local.device)
+    made = DTensor.__new__(cls, empty, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+    made._local_tensor = local
+    return made
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def make_spec(

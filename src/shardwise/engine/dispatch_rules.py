@@ -172,6 +172,44 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tree
 
 
+# -- partial results -----------------------------------------------------------------------------
+_TAKES_PARTIAL = frozenset({"stack", "detach", "alias", "view", "_to_copy", "clone"})
+
+
+def takes_partial(func: Any, args: Any, placement: Any) -> bool:
+    """True when an operator may take a partial result that is not a sum. DTensor sends more of them
+    through, and a sum of parts of norms or maxima is not the norm or maximum of the whole.
+    """
+    order = getattr(placement, "norm_type", None)  # of a norm; DTensor counts it as a sum
+    if order is None and (placement.is_partial("sum") or placement.is_partial("avg")):
+        return True
+    if func._opname == "linalg_vector_norm":  # a norm of norms of the same order
+        return order == (args[1] if len(args) > 1 else 2)
+    return func._opname in _TAKES_PARTIAL
+
+
+def is_gathered_copy(view: Any, source: Any) -> bool:
+    """True when the result of a view operator lies on every rank where its source was cut."""
+    return view.placements is not source.placements and any(
+        v.is_replicate() and not s.is_replicate() and not s.is_partial()
+        for v, s in zip(view.placements, source.placements, strict=True)
+    )
+
+
+def averages_unevenly(out: Any, operands: list[Any]) -> bool:
+    """True for a mean of the means of parts that are not equally large."""
+    if not isinstance(out, DTensor):
+        return False
+    averaged = [i for i, p in enumerate(out.placements) if p.is_partial("avg")]
+    return any(
+        t.device_mesh == out.device_mesh
+        and (dim := getattr(t.placements[i], "dim", None)) is not None
+        and t.shape[dim] % t.device_mesh.size(i)
+        for t in operands
+        for i in averaged
+    )
+
+
 # -- empty shards --------------------------------------------------------------------------------
 # Reductions that fail, or have no neutral answer, on a shard without elements: one neutral element
 # stands in for it.
@@ -182,17 +220,32 @@ EMPTY_FILL: dict[Any, float] = {
     aten._foreach_norm.Scalar: 0.0,
     aten.max.default: float("-inf"),
     aten.min.default: float("inf"),
+    aten.amax.default: float("-inf"),
+    aten.amin.default: float("inf"),
 }
 
 
 def neutral(local: torch.Tensor, fill: float) -> torch.Tensor:
-    """A one-element stand-in of the same number of dims for an empty shard."""
+    """A stand-in for an empty shard, with one neutral row where it has none."""
     if not local.dtype.is_floating_point:
         limits = torch.iinfo(local.dtype)
         value: float = 0 if fill == 0 else (limits.min if fill < 0 else limits.max)
     else:
         value = fill
-    return local.new_full([1] * max(local.ndim, 1), value)
+    return local.new_full([max(size, 1) for size in local.shape], value)
+
+
+# Operators that have no answer for a shard without rows: they get the whole instead.
+NEED_ROWS = frozenset({aten.argmax.default, aten.argmin.default})
+
+
+def has_empty_part(t: Any) -> bool:
+    """True when some rank has no row of `t`; all ranks give the same answer."""
+    return any(
+        dim is not None and t.shape[dim] <= -(-t.shape[dim] // size) * (size - 1)
+        for p, size in zip(t.placements, t.device_mesh.shape, strict=True)
+        if (dim := getattr(p, "dim", None)) is not None
+    )
 
 
 # -- randomness ----------------------------------------------------------------------------------

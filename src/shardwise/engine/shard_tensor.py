@@ -10,6 +10,7 @@ what comes out of an operation on it is one again. On top of DTensor it
   out unreduced;
   * draws random fills (`normal_`, `uniform_`, ...) as one process would, so the numbers do not
   depend on the world size;
+  * lets writes to a row, or another view that DTensor makes by a copy, reach the parameter;
   * takes full plain tensors in `copy_`, so a plain state dict loads into a sharded model;
   * serves norms and extrema of empty shards;
   * runs element-wise (foreach, fused) operations on the local shards at once, past DTensor's
@@ -70,6 +71,7 @@ class ShardTensor(DTensor):
     _mark: Mark | None
     _param_name: str
     _pending: Pending | None
+    _write_back: Callable[[], None] | None = None  # of a view that is a copy, see `_writer`
     __slots__ = ["_mark", "_param_name", "_pending"]
 
     def __new__(
@@ -212,6 +214,10 @@ class ShardTensor(DTensor):
         return _rebuild, (local, spec_of(self), self.requires_grad, is_param, self._param_name)
 
 
+# What torch's asynchronous checkpointing copies, slot by slot; the others are the engine's own.
+ShardTensor.__slots__ = ["_local_tensor", "_spec", "_param_name"]
+
+
 def _rebuild(
     local: torch.Tensor, spec: Any, requires_grad: bool, is_param: bool, name: str
 ) -> ShardTensor:
@@ -232,7 +238,7 @@ def _like_parameter(copy: ShardTensor, source: ShardTensor) -> ShardTensor:
 
 
 _local, _mark = attrgetter("_local_tensor"), attrgetter("_mark")
-_pending = attrgetter("_pending")
+_pending, _write_back = attrgetter("_pending"), attrgetter("_write_back")
 _ONLY_SHARDED = {ShardTensor}
 
 
@@ -280,12 +286,15 @@ def _wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
+    args = _with_rows(args) if func in rules.NEED_ROWS else args
     originals: dict[int, ShardTensor] = {}
     fill = rules.EMPTY_FILL.get(func)
 
     def unwrap(t: torch.Tensor) -> torch.Tensor:
         if type(t) is not ShardTensor:
             return t
+        if any(p.is_partial() and not rules.takes_partial(func, args, p) for p in t.placements):
+            t = _finished(t)
         local = local_of(t)
         if fill is not None and local.numel() == 0 and t.numel() > 0:
             local = rules.neutral(local, fill)
@@ -308,21 +317,65 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
         )
         raise
     like = spec_of(args[0]) if info.is_like and type(args[0]) is ShardTensor else None
+    if rules.averages_unevenly(out, list(originals.values())):
+        out = func(*rules.map_tensors(args, _whole), **rules.map_tensors(kwargs, _whole))
     source = args[0] if info.returns_view and args and type(args[0]) is ShardTensor else None
 
     def wrap(t: torch.Tensor) -> torch.Tensor:
         if not isinstance(t, DTensor):
             return t
-        original = originals.get(id(t))
-        if original is not None:
-            return original
+        if id(t) in originals:
+            return originals[id(t)]
         if like is not None and spec_of(t) == like:
             return ShardTensor(local_of(t), like)  # optimizer state shares its parameter's spec
-        if source is not None:
-            return ShardTensor(local_of(t), spec_of(t), mark=source._mark, name=source._param_name)
-        return ShardTensor(local_of(t), spec_of(t))
+        if source is None:
+            return ShardTensor(local_of(t), spec_of(t))
+        return _view_of(source, t, out, lambda w: func(w, *args[1:]))
 
     return rules.map_tensors(out, wrap)
+
+
+def _view_of(source: ShardTensor, t: DTensor, out: Any, cut: Callable[[Any], Any]) -> ShardTensor:
+    """A result `t` of a view operator; `cut` does the same to a plain tensor and gives `out`."""
+    view = ShardTensor(local_of(t), spec_of(t), mark=source._mark, name=source._param_name)
+    if source._write_back is not None:
+        view._write_back = source._write_back
+    if rules.is_gathered_copy(view, source):
+        many = isinstance(out, (list, tuple))
+        index = next(i for i, o in enumerate(out) if o is t) if many else None
+        view._write_back = _writer(
+            source, view, lambda w: cut(w) if index is None else cut(w)[index]
+        )
+    return view
+
+
+def _writer(
+    source: ShardTensor, view: ShardTensor, cut: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """For a view along a sharded dim: DTensor gathers it, so it is a copy. What is written to it
+    goes back into `source` by this, a collective.
+    """
+    local, spec = local_of(view), spec_of(view)
+
+    def write_back() -> None:
+        whole = local_of(_whole(source)).clone()
+        cut(whole).copy_(local_of(_whole(new_dtensor(DTensor, local, spec))))
+        _store(source, whole)
+
+    return write_back
+
+
+def _with_rows(args: Any) -> Any:
+    lacking = any(rules.has_empty_part(t) for t in _sharded_in(args))
+    return rules.map_tensors(args, _whole) if lacking else args
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """All of it on every rank, as a plain DTensor."""
+    if not isinstance(t, DTensor):
+        return t
+    plain = new_dtensor(DTensor, local_of(t), spec_of(t))
+    return plain.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
 
 
 def _mixed_text(func: Any, originals: dict[int, ShardTensor], args: Any) -> str:
@@ -387,10 +440,19 @@ def _mark_written(info: rules.OpInfo, args: Any) -> None:
             for mark in set(map(_mark, target)):
                 if mark is not None:
                     mark.count += 1
+            for write_back in filter(None, map(_write_back, target)):
+                write_back()
             continue
         for t in target if isinstance(target, (list, tuple)) else (target,):
-            if type(t) is ShardTensor and t._mark is not None:
-                t._mark.count += 1
+            if type(t) is ShardTensor:
+                _written(t)
+
+
+def _written(t: ShardTensor) -> None:
+    if t._mark is not None:
+        t._mark.count += 1
+    if t._write_back is not None:
+        t._write_back()
 
 
 def _sharded_in(args: Any) -> Iterator[ShardTensor]:
@@ -492,6 +554,15 @@ def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, target
 
 
+def _eye(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`nn.init.eye_`: every rank keeps its part of the unit matrix."""
+    target = kwargs["out"]
+    if type(target) is not ShardTensor or local_of(target).is_meta:
+        return False, None
+    _store(target, torch.eye(*args, dtype=target.dtype, device=local_of(target).device))
+    return True, target
+
+
 def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """`t[mask] = scalar` with a mask that lies like `t` (Rprop): every rank sets its own part.
 
@@ -505,8 +576,13 @@ def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     if plain and all(p.is_replicate() for p in target.placements):
         _settle(args)
         local_of(target).index_put_(indices, values)
-        if target._mark is not None:
-            target._mark.count += 1
+        _written(target)
+        return True, target
+    if plain and not local_of(target).is_meta:
+        _settle(args)
+        whole = local_of(_whole(target)).clone()
+        whole.index_put_(indices, values, *args[3:])
+        _store(target, whole)
         return True, target
     if len(masks) != 1 or masks[0].dtype != torch.bool:
         return False, None
@@ -516,8 +592,7 @@ def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         return False, None
     _settle(args)
     local_of(target).masked_fill_(local_of(masks[0]), values)
-    if target._mark is not None:
-        target._mark.count += 1
+    _written(target)
     return True, target
 
 
@@ -525,8 +600,7 @@ def _store(target: ShardTensor, whole: torch.Tensor) -> None:
     if target._pending is not None:
         target._pending.drop()
     local_of(target).copy_(_own_part(whole, target))
-    if target._mark is not None:
-        target._mark.count += 1
+    _written(target)
 
 
 def _own_part(whole: torch.Tensor, like: ShardTensor) -> torch.Tensor:
@@ -554,6 +628,7 @@ _SPECIAL: dict[Any, Special] = {
     torch.ops.aten.copy_.default: _copy,
     torch.ops.aten.stack.default: _stack,
     torch.ops.aten.index_put_.default: _masked_set,
+    torch.ops.aten.eye.m_out: _eye,
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     **dict.fromkeys(rules.RANDOM_FILLS, _random_fill),
     **dict.fromkeys(rules.RANDOM_LIKES, _random_like),

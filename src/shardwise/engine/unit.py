@@ -512,7 +512,8 @@ class Unit:
         """A full gradient is in its accumulator. True when it was the unit's last."""
         param = bucket.params[index]
         grad, param.full.grad = param.full.grad, None
-        assert grad is not None
+        if grad is None:  # an autograd.Function returned None for it
+            return False
         if torch.is_grad_enabled():
             grad = grad.detach()
         grad = param.spread.own_gradient(param.name, grad)
