@@ -7,6 +7,7 @@ layers.1 | F layers.0`.
                                                                                 W   gather waited
                                                                                     for
     F        forward of a unit runs     B    backward of a unit begins      FR  full copy released
+    HG       shards gathered from the replicas that share them out, once per write
     RS, AR   reduction issued, all-reduce over replicas issued              G   sharded gradients
                                                                                 delivered
 """

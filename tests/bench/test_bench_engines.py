@@ -45,9 +45,7 @@ def test_names_are_those_of_the_engine():
     from shardwise.layout.strategy import STRATEGIES, strategy_named
     from shardwise.train.config import ShardConfig
 
-    assert {strategy_named(name).name for name in engines.STRATEGIES} == (
-        set(STRATEGIES) - {"hybrid_shard"}
-    )
+    assert {strategy_named(name).name for name in engines.STRATEGIES} == set(STRATEGIES)
     assert set(engines.TRANSPORTS) == set(get_args(get_type_hints(ShardConfig)["transport"]))
 
 

@@ -78,6 +78,23 @@ def test_events_agree_with_collectives(rank, world):
     assert read.reduce_bytes == pytest.approx(seen.reduce_bytes, rel=0.01)
 
 
+@on_ranks(4)
+def test_two_levels(rank, world):
+    """Gathers between replicas once a step, reductions in two stages; the same model."""
+    from shardwise.bench.traffic import count_collectives
+
+    trainer = trainer_of("shardwise:hfsdp:c10d")
+    expected = losses_of(trainer_of("shardwise:hsdp"), rank, world)
+    assert losses_of(trainer, rank, world) == pytest.approx(expected, rel=1e-4)
+    batches = TINY.batches(rank, world)
+    read = trainer.traffic(lambda: trainer.step(batches))
+    seen = count_collectives(lambda: trainer.step(batches))
+    assert (read.num_gathers, read.num_reduces) == (seen.num_gathers, seen.num_reduces)
+    once = traffic_of("shardwise:hfsdp:last", rank, world, 1).num_gathers // 3  # units: F, B, once
+    assert read.num_gathers == once * (2 * len(batches) + 1)
+    assert read.num_reduces == once * 2 * len(batches)
+
+
 @on_ranks(2)
 def test_one_gather_a_step_under_shard_grad_op(rank, world):
     """8 micro-batches: 3 units are gathered once; FSDP2 gathers in every forward and backward."""

@@ -47,7 +47,7 @@ def make(seed: int = 0) -> Awkward:
 
 
 def shard(model: Any, world: int, strategy: str) -> Any:
-    if strategy == "hybrid_shard":
+    if strategy.startswith("hybrid"):
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))

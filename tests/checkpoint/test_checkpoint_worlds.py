@@ -28,7 +28,8 @@ from ranks import on_ranks, run_ranks
 from shardwise.errors import CheckpointError
 
 SAVERS = [(1, "full_shard"), (2, "shard_grad_op"), (3, "full_shard"), (4, "hybrid_shard")]
-LOADERS = [(1, "no_shard"), (2, "full_shard"), (3, "shard_grad_op"), (4, "hybrid_shard")]
+SAVERS.append((4, "hybrid_full_optimizer"))
+LOADERS = [(1, "no_shard"), (2, "full_shard"), (3, "shard_grad_op"), (4, "hybrid_full_optimizer")]
 
 
 def save(rank: int, world: int, folder: Path, strategy: str, kind: str) -> dict[str, Any]:

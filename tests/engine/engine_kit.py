@@ -28,6 +28,7 @@ import shardwise as sw
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 KEPT = ("no_shard", "shard_optimizer", "shard_grad_op")
+HYBRID_STRATEGIES = ("hybrid_shard", "hybrid_full_optimizer")
 TRANSPORTS = ("c10d", "shared_memory")
 
 
@@ -46,7 +47,7 @@ class Setting:
 
     def options(self, world: int) -> dict[str, Any]:
         """Keyword arguments of `fully_shard` and `shard_model`."""
-        mesh = grid(2, world // 2) if self.strategy == "hybrid_shard" else line(world)
+        mesh = grid(2, world // 2) if self.strategy in HYBRID_STRATEGIES else line(world)
         given: dict[str, Any] = {
             "mesh": mesh,
             "transport": "c10d" if world == 1 else self.transport,
@@ -277,11 +278,14 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """What this rank should hold of `whole`, by torch.chunk's cuts, which are FSDP2's."""
+    """What this rank should hold of `whole`, by torch.chunk's cuts, which are FSDP2's. Strided
+    shards are cut last.
+    """
     if not isinstance(like, DTensor):
         return whole
-    for dim, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
+    placed = enumerate(like.placements)
+    for dim, placement in sorted(placed, key=lambda p: hasattr(p[1], "split_factor")):
+        if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
             size, rank = like.device_mesh.size(dim), like.device_mesh.get_local_rank(dim)
             chunks = whole.chunk(size, placement.dim)
             whole = chunks[rank] if rank < len(chunks) else whole.narrow(placement.dim, 0, 0)
@@ -347,7 +351,7 @@ def is_exact(setting: Setting, world: int) -> bool:
     """Whether the ranks are added in the order, and scaled at the moment, of `Plain`."""
     if world <= 2:
         return True
-    if setting.transport != "shared_memory" or setting.strategy == "hybrid_shard":
+    if setting.transport != "shared_memory" or setting.strategy in HYBRID_STRATEGIES:
         return False
     # Replicas scale before they sum, which rounds unless the world is a power of two.
     return setting.strategy != "no_shard" or world & (world - 1) == 0

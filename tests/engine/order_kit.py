@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from engine_kit import Block, grid, line
+from engine_kit import HYBRID_STRATEGIES, Block, grid, line
 
 import shardwise as sw
 
@@ -62,7 +62,7 @@ class Plan:
     def build(self) -> Any:
         torch.manual_seed(3)
         model = Odd()
-        hybrid = self.strategy == "hybrid_shard"
+        hybrid = self.strategy in HYBRID_STRATEGIES
         options: dict[str, Any] = {
             "mesh": grid(2, self.world // 2) if hybrid else line(self.world),
             "strategy": self.strategy,

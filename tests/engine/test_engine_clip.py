@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 from engine_kit import (
+    HYBRID_STRATEGIES,
     STRATEGIES,
     Setting,
     Uneven,
@@ -66,10 +67,12 @@ def test_against_the_plain_model(setting: Setting, rank: int, world: int) -> Non
 def test_on_two_by_two(rank: int, world: int) -> None:
     """Replicas count once; parts of 3, 1 and 2 rows leave some ranks without elements."""
     plain = make(Uneven)
-    model = Setting("hybrid_shard").shard(copy.deepcopy(plain), world)
-    for norm_type in NORMS:
-        check(sw.clip_grad_norm_, model, plain, norm_type, f"shardwise, norm {norm_type}")
-        check(torch_clip, model, plain, norm_type, f"torch, norm {norm_type}")
+    for setting in settings(*HYBRID_STRATEGIES):
+        model = setting.shard(copy.deepcopy(plain), world)
+        for norm_type in NORMS:
+            what = f"{setting}, norm {norm_type}"
+            check(sw.clip_grad_norm_, model, plain, norm_type, f"shardwise, {what}")
+            check(torch_clip, model, plain, norm_type, f"torch, {what}")
 
 
 @on_ranks(4)

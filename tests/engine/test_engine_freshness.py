@@ -15,7 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from engine_kit import STRATEGIES, Setting, Uneven, batch, full, make, part, settings, weights_of
+from engine_kit import (
+    HYBRID_STRATEGIES,
+    STRATEGIES,
+    Setting,
+    Uneven,
+    batch,
+    full,
+    make,
+    part,
+    settings,
+    weights_of,
+)
 
 import shardwise as sw
 from ranks import on_ranks
@@ -167,7 +178,7 @@ def test_writes_are_seen(write: Write, rank: int, world: int) -> None:
 
 @on_ranks(4)
 def test_writes_are_seen_on_two_by_two(rank: int, world: int) -> None:
-    for setting in settings("hybrid_shard"):
+    for setting in settings(*HYBRID_STRATEGIES):
         plain = make(Uneven)
         model = setting.shard(copy.deepcopy(plain), world)
         for write in WRITES:

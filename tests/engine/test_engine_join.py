@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_kit import Mlp, Setting, batch, full, loss_of, make, settings
+from engine_kit import HYBRID_STRATEGIES, Mlp, Setting, batch, full, loss_of, make, settings
 
 import shardwise as sw
 from ranks import on_ranks
 
 EVERY = settings("full_shard", "shard_grad_op", "no_shard", reshard=(False,))
-HYBRID = settings("hybrid_shard")
+HYBRID = settings(*HYBRID_STRATEGIES)
 COUNTS = (2, 4, 3, 1)  # batches of each rank
 
 

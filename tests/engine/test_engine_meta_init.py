@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from engine_kit import (
+    HYBRID_STRATEGIES,
     STRATEGIES,
     Blocks,
     ConvNorm,
@@ -64,10 +65,11 @@ def test_materialize_gives_the_weights_of_one_process(rank: int, world: int) -> 
 @on_ranks(4)
 def test_materialize_on_two_by_two(rank: int, world: int) -> None:
     for cls in (Mlp, UnevenInit, Blocks):
-        model = Setting("hybrid_shard").shard(on_meta(cls), world)
-        sw.materialize(model, seed=5)
         expected = {n: p.detach() for n, p in one_process(cls, 5).named_parameters()}
-        same_weights(model, expected, cls.__name__)
+        for strategy in HYBRID_STRATEGIES:
+            model = Setting(strategy).shard(on_meta(cls), world)
+            sw.materialize(model, seed=5)
+            same_weights(model, expected, f"{strategy} {cls.__name__}")
 
 
 @on_ranks(2, 3)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_kit import (
+    HYBRID_STRATEGIES,
     STRATEGIES,
     Mlp,
     Plain,
@@ -246,7 +247,7 @@ def test_partial_gradients_add_up_in_the_reduce_dtype(rank: int, world: int) -> 
 
 @on_ranks(4)
 def test_without_all_reduce_the_replicas_are_summed_later(rank: int, world: int) -> None:
-    for setting in settings("hybrid_shard"):
+    for setting in settings(*HYBRID_STRATEGIES):
         model, oracle = both(Uneven, setting, world)
         model.set_requires_all_reduce(False)
         backward(model, 0, rank)

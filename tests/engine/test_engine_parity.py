@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_kit import (
+    HYBRID_STRATEGIES,
     MODELS,
     OPTIMIZERS,
     STRATEGIES,
@@ -35,7 +36,7 @@ from ranks import on_ranks
 
 EVERY = settings(*STRATEGIES, reshard=(True, False, None))
 ALONE = [s for s in EVERY if s.transport == "c10d"]
-HYBRID = settings("hybrid_shard")
+HYBRID = settings(*HYBRID_STRATEGIES)
 
 
 def train_all(setting: Setting, rank: int, world: int) -> None:

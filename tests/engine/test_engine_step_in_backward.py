@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from engine_kit import TRANSPORTS, Mlp, Setting, Uneven, batch, loss_of, make
+from engine_kit import (
+    HYBRID_STRATEGIES,
+    TRANSPORTS,
+    Mlp,
+    Setting,
+    Uneven,
+    batch,
+    loss_of,
+    make,
+    settings,
+)
 
 import shardwise as sw
 from ranks import on_ranks
@@ -56,8 +66,7 @@ def test_equals_a_step_after_the_backward(
 @pytest.mark.slow
 @on_ranks(4)
 def test_hybrid(rank: int, world: int) -> None:
-    for transport in TRANSPORTS:
-        setting = Setting("hybrid_shard", transport)
+    for setting in settings(*HYBRID_STRATEGIES):
         expected, _ = trained(Mlp, setting, "adamw", False, rank, world)
         found, _ = trained(Mlp, setting, "adamw", True, rank, world)
         for p, q in zip(expected.parameters(), found.parameters(), strict=True):

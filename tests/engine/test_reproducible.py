@@ -37,6 +37,8 @@ PLANS = [
     Plan(3, 12, "full_shard", "c10d"),
     Plan(3, 8, "no_shard", "c10d"),
     Plan(4, 8, "hybrid_shard", "c10d"),
+    Plan(4, 12, "hybrid_full_optimizer"),
+    Plan(4, 8, "hybrid_full_optimizer", "c10d", mixed=True),
     Plan(3, 8, "full_shard", mixed=True),
     Plan(4, 12, "hybrid_shard", mixed=True),
     Plan(3, 8, "full_shard", recompute=True),

@@ -72,6 +72,12 @@ def test_collectives_of_a_step() -> None:
     assert moments(unit_of("shard_grad_op")) == [gather, gather, reduce, reduce]
     kinds = [c.kind for c in unit_of("hybrid_shard", replicas=2).collectives()]
     assert kinds == ["gather"] * 4 + ["reduce", "all_reduce"] * 2
+    split = unit_of("hybrid_full_optimizer", replicas=2)
+    kinds = [f"{c.kind} {c.axis}" for c in split.collectives()]
+    assert kinds == ["gather shard"] * 4 + ["reduce shard", "reduce replicate"] * 2
+    assert [f"{c.kind} {c.axis}" for c in split.refreshes] == ["gather replicate"] * 2
+    assert unit_of("hybrid_shard", replicas=2).refreshes == ()
+    assert unit_of("hybrid_full_optimizer").refreshes == ()
     assert [c.kind for c in unit_of("no_shard", world=1, replicas=2).collectives()] == [
         "all_reduce",
         "all_reduce",
@@ -88,6 +94,7 @@ def test_collectives_of_a_step() -> None:
         ("zero_3", "full_shard"),
         ("HSDP", "hybrid_shard"),
         ("ddp", "no_shard"),
+        ("HFSDP", "hybrid_full_optimizer"),
         ("full-shard", "full_shard"),
     ],
 )

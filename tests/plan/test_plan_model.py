@@ -78,6 +78,32 @@ def test_plan_is_what_the_engine_does(
         assert issued == gathers, planned.name
 
 
+@on_ranks(4)
+def test_plan_of_shards_that_replicas_share_out(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = decoder()
+    groups = choose_units(model, "Block")
+    strategy = "hybrid_full_optimizer"
+    plan = plan_model(model, groups, strategy=strategy, policy=policy, world=2, replicas=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sw.shard_model(model, mesh=mesh, strategy=strategy, unit="Block", mp_policy=policy)
+    sw.materialize(model, seed=0)
+    with sw.record_events(model) as log:
+        model(torch.zeros(1, 9, dtype=torch.long)).backward()
+    found = {unit.name: unit for unit in units_in(model)}
+    for planned in plan.units:
+        unit, layout = found[planned.name], planned.layout
+        assert layout.middle_bytes == sum(b.bucket.buffer.nbytes for b in unit.buckets)
+        kept = sum(b.registered.buffer.nbytes for b in unit.buckets)
+        assert kept <= layout.shard_bytes
+        if rank == 0:  # it owns most
+            assert kept == layout.shard_bytes
+            grads = sum(p.grad.to_local().nbytes for p in (q.sharded for q in unit.params))
+            assert layout.grad_bytes == grads
+        issued = log.text("HG").split(" | ").count(f"HG {unit.name}")
+        assert issued * len(unit.buckets) == len(layout.refreshes)
+
+
 def test_what_a_rank_keeps() -> None:
     """Two matrices of 8 x 8 without bias, 4 ranks, by hand."""
     model = torch.nn.Sequential(
@@ -90,5 +116,19 @@ def test_what_a_rank_keeps() -> None:
     assert plan.gathered_bytes == 2 * 8 * 8 * 4
     gather, reduce = 3 * part, round(3 / 4 * (4 * part + 4 * 4))
     assert [u.received_bytes for u in plan.units] == [2 * gather + reduce, gather + reduce]
+    hybrid = plan_model(
+        model,
+        [["0"]],
+        strategy="hybrid_full_optimizer",
+        policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        world=2,
+        replicas=2,
+    )
+    assert [u.kept_bytes for u in hybrid.units] == [4 * part + 8 * 8 * 2 // 2] * 2
+    middle = 8 * 8 * 2 // 2
+    assert [u.refreshed_bytes for u in hybrid.units] == [middle // 2] * 2
+    first, second = 8 * 8 // 2 + 1, 8 * 8 // 4 + 1  # elements of a reduction, with the count
+    assert hybrid.units[0].received_bytes == 2 * middle + 2 * (first + second)
+    assert (plan.refreshed_bytes, hybrid.refreshed_bytes) == (0, middle)
     kept = plan_model(model, [["0"]], strategy="shard_grad_op", policy=policy, world=4)
     assert kept.received_bytes == 2 * (gather + reduce)

@@ -128,10 +128,12 @@ def test_another_world_size_continues(tmp_path):
 def test_hybrid_mesh_trains_and_continues_on_a_flat_one(rank, tmp_path):
     sizes = {"train__global_batch": 8, "train__micro_batch": 1}
     run_job(tmp_path / "plain", **sizes)
-    run_job(tmp_path / "run", mesh__replicate=2, stop_after=3, **sizes)
-    run_job(tmp_path / "run", **sizes)
-    for row, plain in zip(results(tmp_path / "run"), results(tmp_path / "plain"), strict=True):
-        assert row[1:3] == pytest.approx(plain[1:3], rel=1e-4)
+    for strategy in ("auto", "hybrid_full_optimizer"):
+        run, hybrid = tmp_path / strategy, {"mesh__replicate": 2, "shard__strategy": strategy}
+        run_job(run, stop_after=3, **hybrid, **sizes)
+        run_job(run, **sizes)
+        for row, plain in zip(results(run), results(tmp_path / "plain"), strict=True):
+            assert row[1:3] == pytest.approx(plain[1:3], rel=1e-4)
 
 
 @on_ranks(2)

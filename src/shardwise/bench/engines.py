@@ -16,7 +16,8 @@ from shardwise.errors import ConfigError
 
 TRANSPORTS = ("auto", "c10d", "shared_memory")
 STRATEGIES = (
-    "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "ddp", "zero1", "zero2", "zero3",
+    "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
+    "hybrid_full_optimizer", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardwise._torch_compat import DispatchMode
 from shardwise.engine.inspect import record_events
 from shardwise.engine.state import units_in
+from shardwise.layout import home_reduce
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ def count_ours(model: nn.Module, step: Callable[[], object]) -> Traffic:
         step()
     units = {unit.name: unit for unit in units_in(model)}
     traffic = Traffic()
-    for event in log.codes("AG", "RS", "AR"):
+    for event in log.codes("AG", "HG", "RS", "AR"):
         for bucket, grads in zip(units[event.unit].buckets, units[event.unit].grads, strict=True):
             layout, reduce = bucket.layout, grads.trainable_layout()
             if event.code == "AG" and layout.world > 1:
@@ -63,8 +64,15 @@ def count_ours(model: nn.Module, step: Callable[[], object]) -> Traffic:
             elif event.code == "RS" and reduce.indices and layout.world > 1:
                 whole = reduce.packed_numel * reduce.dtype.itemsize
                 traffic.add("reduce", whole * (layout.world - 1) / layout.world)
-            if event.code == "RS" and reduce.indices and layout.replicas > 1:
-                replicas = layout.replicas
+            home, replicas = bucket.home, layout.replicas
+            if event.code == "HG" and home is not None:
+                whole = home.layout.chunk_numel * layout.gather_dtype.itemsize
+                traffic.add("gather", whole * (replicas - 1))
+            if event.code == "RS" and reduce.indices and home is not None:
+                second = home_reduce(home.layout, reduce)
+                whole = second.packed_numel * second.dtype.itemsize
+                traffic.add("reduce", whole * (replicas - 1) / replicas)
+            elif event.code == "RS" and reduce.indices and replicas > 1:
                 traffic.add("other", 2 * reduce.chunk_bytes * (replicas - 1) / replicas)
     return traffic
 

@@ -21,13 +21,14 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.bench.engines import STRATEGIES, TRANSPORTS, EngineSpec
 from shardwise.bench.traffic import Traffic, count_collectives, count_ours
 from shardwise.bench.user import checked_loss
 from shardwise.bench.workload import Batch, Precision
 from shardwise.engine.grouping import choose_units
+from shardwise.errors import ConfigError
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -187,6 +188,18 @@ def make_trainer(setup: Setup) -> AnyTrainer:
     return import_module(f"shardwise.bench.peers.{_PEERS[setup.spec.kind]}").make(setup)
 
 
+def _mesh_for(strategy: str) -> DeviceMesh:
+    """All ranks on one axis; two replicas for strategies that take both."""
+    from shardwise.layout import strategy_named
+
+    world = dist.get_world_size()
+    if not strategy_named(strategy).is_hybrid:
+        return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    if world % 2:
+        raise ConfigError(f"shardwise:{strategy}: two replicas cannot share {world} ranks evenly")
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+
+
 def _shardwise(setup: Setup) -> Trainer:
     from shardwise import MixedPrecisionPolicy, no_sync, shard_model
 
@@ -198,7 +211,7 @@ def _shardwise(setup: Setup) -> Trainer:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = shard_model(
         setup.model,
-        mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",)),
+        mesh=_mesh_for(strategy),
         strategy=None if strategy in ("full_shard", "zero3") else strategy,
         transport=spec.one_of(TRANSPORTS, "auto"),
         mp_policy=policy,

@@ -118,6 +118,7 @@ def _row(unit: Any) -> dict[str, Any]:
         "gathered_bytes": unit.layout.full_bytes,
         "collectives": len(unit.collectives),
         "received_bytes": unit.received_bytes,
+        "refreshed_bytes": unit.refreshed_bytes,
     }
 
 
@@ -130,6 +131,7 @@ def _as_json(plan: PlannedModel, why: list[str], num_ranks: int) -> dict[str, An
         "kept_bytes": plan.kept_bytes,
         "gathered_bytes": plan.gathered_bytes,
         "received_bytes": plan.received_bytes,
+        "refreshed_bytes": plan.refreshed_bytes,
         "why": why,
     }
 
@@ -155,12 +157,14 @@ def _print(plan: PlannedModel, why: list[str], num_ranks: int) -> None:
             str(len(unit.collectives)),
             text_of_bytes(unit.received_bytes),
         )
+    refreshed = plan.refreshed_bytes
+    once = f" and {text_of_bytes(refreshed)} per optimizer step" if refreshed else ""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     console.print(table)
     console.print(
         f"A rank keeps {text_of_bytes(plan.kept_bytes)} (parameters, gradients, AdamW's moments), "
         f"gathers at most {text_of_bytes(plan.gathered_bytes)} at a time, and receives "
-        f"{text_of_bytes(plan.received_bytes)} per micro-batch. Activations come on top.",
+        f"{text_of_bytes(plan.received_bytes)} per micro-batch{once}. Activations come on top.",
         soft_wrap=True,
     )
     for line in why:

@@ -73,8 +73,8 @@ def fully_shard(
         ignored_params: parameters to leave alone; their gradients are yours to reduce.
         dp_mesh_dims: the data parallel dims of `mesh`, by name, where all parameters are DTensors
             over the whole of it.
-        strategy: "full_shard", "hybrid_shard", "shard_grad_op", "shard_optimizer", "no_shard"
-            (aliases "zero3", ...). Excludes `reshard_after_forward`.
+        strategy: "full_shard", "hybrid_shard", "hybrid_full_optimizer", "shard_grad_op",
+            "shard_optimizer", "no_shard" (aliases "zero3", ...). Excludes `reshard_after_forward`.
         transport: "auto", "c10d", "shared_memory", or an object that implements `Transport`.
 
     Returns:

@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of, set_versions, storage_uses
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
+from shardwise.engine.home import Home
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.shard_tensor import Mark, ShardTensor
 from shardwise.errors import EngineError
-from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy
+from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy, middle_layout
 
 _NOTHING = contextlib.nullcontext()
 
@@ -46,6 +47,7 @@ class BucketState:
         transport: Transport,
         mark: Mark,
         offload: OffloadPolicy | None = None,
+        home: Home | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -58,7 +60,10 @@ class BucketState:
         self.pins_memory = self.offload and getattr(offload, "pin_memory", False)
         self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
         self.bucket: Bucket | None = None  # None while the parameters are on the meta device
-        self.aliases = layout.world == 1 and not layout.needs_cast and not self.offload
+        self.home = home  # where the registered shards lie, if not in the bucket's own buffer
+        self.aliases = (
+            layout.world == 1 and not layout.needs_cast and not self.offload and home is None
+        )
         self._hooked: set[int] = set()
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._version = 0  # of the full parameters when they were gathered
@@ -75,19 +80,33 @@ class BucketState:
     def allocate(self) -> None:
         """Allocate the shard buffer, in memory that the transport can work with."""
         device = torch.device("cpu") if self.offload else self.mesh.device
-        self.bucket = self.transport.attach(self.name, self.layout, device)
+        if self.home is None:
+            self.bucket = registered = self.transport.attach(self.name, self.layout, device)
+        else:
+            layout = middle_layout(self.layout)
+            self.bucket = self.transport.attach(self.name, layout, self.mesh.device)
+            registered = self.home.allocate(device, self.bucket.buffer)
         if self.pins_memory:
-            self.bucket.buffer = self.bucket.buffer.pin_memory()
+            registered.buffer = registered.buffer.pin_memory()
+
+    @property
+    def registered(self) -> Bucket | None:
+        """What the registered shards are views of; None on the meta device."""
+        return self.bucket if self.home is None else self.home.bucket
+
+    @property
+    def own_rank(self) -> int:
+        """This rank's place among those that share what it has registered."""
+        return self.mesh.shard.rank if self.home is None else self.home.rank
 
     def shard_for(self, index: int, origin: torch.Tensor) -> torch.Tensor:
         """This rank's part of `origin`, which is whole or sharded alike already, in its place."""
         param = self.params[index]
         if origin.is_meta:
-            shape = param.layout.shard_shape(self.mesh.shard.rank)
-            return torch.empty(shape, dtype=self.layout.dtype, device="meta")
+            return torch.empty(param.own_shape, dtype=self.layout.dtype, device="meta")
         local = self.local_view(index)
         with torch.no_grad():
-            local.copy_(own_part(param, origin, self.mesh.shard.rank))
+            local.copy_(own_part(param, origin))
         return local
 
     def fresh_shard(self, index: int) -> torch.Tensor:
@@ -95,12 +114,12 @@ class BucketState:
         return self.local_view(index)
 
     def local_view(self, index: int) -> torch.Tensor:
-        """This rank's part of a parameter, as a view into the shard buffer."""
-        assert self.bucket is not None
-        rank = self.mesh.shard.rank
-        p = self.layout.params[index]
-        at = self.layout.shard_offsets(rank)[index]
-        return self.bucket.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+        """This rank's part of a parameter, as a view into the buffer of the registered."""
+        registered = self.registered
+        assert registered is not None
+        layout, rank = registered.layout, self.own_rank
+        p, at = layout.params[index], layout.shard_offsets(rank)[index]
+        return registered.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
 
     @torch.inference_mode(False)
     def make_full(self) -> None:
@@ -167,7 +186,7 @@ class BucketState:
             return DONE
         self.open_storage()
         shard = self.bucket.buffer
-        if self.offload:
+        if self.offload and self.home is None:
             shard = shard.to(self.mesh.device, non_blocking=True)
         # Transports keep views from their first gather; made in inference mode they were of no use
         # outside of it.
@@ -264,9 +283,10 @@ class BucketState:
             return False
         if any(hasattr(param.local, "fsdp_pre_all_gather") for param in self.params):
             return False  # hooks were set on the local tensor: another kind of bucket
-        if self.bucket is None:
+        registered = self.registered
+        if registered is None:
             return all(param.sharded.is_meta for param in self.params)
-        storage = self.bucket.buffer.untyped_storage().data_ptr()
+        storage = registered.buffer.untyped_storage().data_ptr()
         return all(
             # type: ignore[attr-defined]
             param.local.untyped_storage().data_ptr() == storage and param.sharded._mark is self.mark
@@ -300,33 +320,32 @@ class BucketState:
                 parameters[name] = sharded
 
 
-def own_part(param: ShardedParam, origin: torch.Tensor, rank: int) -> torch.Tensor:
+def own_part(param: ShardedParam, origin: torch.Tensor) -> torch.Tensor:
     """This rank's rows of `origin`, which is whole, in the gathered form, or sharded alike
     already.
     """
     spread = param.spread
     if isinstance(origin, DTensor):
         if type(origin) is not ShardTensor and spread.is_gathered_form(origin):
-            return _rows(param, local_of(origin), rank)
-        return checked_local(param, origin, rank).detach()
+            return _rows(param, local_of(origin))
+        return checked_local(param, origin).detach()
     if spread.whole is not None and origin.shape != spread.shape:
         raise ValueError(
             f"{param.name}: replaced by a plain tensor of shape {tuple(origin.shape)}, "
             f"expected the full {tuple(spread.shape)}, of which every rank takes its part"
         )
-    return _rows(param, spread.own_part(origin), rank)
+    return _rows(param, spread.own_part(origin))
 
 
-def _rows(param: ShardedParam, own: torch.Tensor, rank: int) -> torch.Tensor:
-    p = param.layout
+def _rows(param: ShardedParam, own: torch.Tensor) -> torch.Tensor:
     if own.ndim == 0:
         return own.detach()
-    return own.detach().narrow(p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank))
+    return own.detach().narrow(param.layout.spec.shard_dim, *param.rows)
 
 
-def checked_local(param: ShardedParam, origin: DTensor, rank: int) -> torch.Tensor:
+def checked_local(param: ShardedParam, origin: DTensor) -> torch.Tensor:
     """The part of a parameter that is sharded already, like this rank's."""
-    local, shape = local_of(origin), param.layout.shard_shape(rank)
+    local, shape = local_of(origin), param.own_shape
     if tuple(local.shape) != shape:
         raise ValueError(
             f"{param.name}: replaced by a DTensor with placements {origin.placements} and a "

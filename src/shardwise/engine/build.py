@@ -19,13 +19,15 @@ from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Axis, Transport
 from shardwise.engine.bucket import BucketState, own_part
 from shardwise.engine.extensions import ExtensionBucket, is_extended
-from shardwise.engine.mesh import ShardMesh
+from shardwise.engine.home import Home
+from shardwise.engine.mesh import ShardMesh, no_axis
 from shardwise.engine.param import ShardedParam, Slot, home_of
 from shardwise.engine.placing import Place
 from shardwise.engine.shard_tensor import Mark, ShardTensor
 from shardwise.engine.spread import Spread, spread_of
 from shardwise.errors import EngineError
 from shardwise.layout import (
+    BucketLayout,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ParamSpec,
@@ -83,6 +85,26 @@ class Plan:
     def open(self, mesh: ShardMesh) -> Transport:
         """The transport of the same kind on another mesh."""
         return open_transport(self.transport_name, mesh.shard, mesh.replicate, mesh.device)
+
+    def home_of(
+        self, name: str, layout: BucketLayout, mesh: ShardMesh, extended: bool
+    ) -> Home | None:
+        """Where a bucket's registered shards lie, if replicas share them out."""
+        if not mesh.splits_replicas:
+            return None
+        if extended:
+            raise NotImplementedError(
+                f"{name}: its tensor subclass says what is gathered (fsdp_pre_all_gather), which "
+                f"{self.strategy.name} cannot do in two stages yet; use hybrid_shard for this unit"
+            )
+        if not isinstance(self.transport_name, str):
+            raise NotImplementedError(
+                f"{name}: {self.strategy.name} moves shards over two meshes, and a transport "
+                "object serves one; pass a transport by name, or use hybrid_shard"
+            )
+        alone = no_axis("")
+        transport = open_transport(self.transport_name, mesh.replicate, alone, mesh.device)
+        return Home(name, layout, mesh, transport)
 
 
 def find_params(
@@ -185,7 +207,8 @@ def _buckets_on(
             for f, p in zip(members, bucket_layout.params, strict=True)
         ]
         label = f"{unit_name}:{members[0].name}"
-        bucket = kind(label, bucket_layout, params, mesh, transport, mark, plan.offload)
+        home = plan.home_of(label, bucket_layout, mesh, extended)
+        bucket = kind(label, bucket_layout, params, mesh, transport, mark, plan.offload, home)
         bucket.policy = plan.policy
         fill_bucket(bucket, [f.param for f in members])
         buckets.append(bucket)
@@ -215,9 +238,8 @@ def check_tie(param: ShardedParam) -> None:
     if len(held) < 2 or any(t.is_meta for t in held.values()):
         return
     first, *others = held.values()
-    rank = param.mesh.shard.rank
-    part = own_part(param, first, rank)
-    if not all(torch.equal(part, own_part(param, other, rank)) for other in others):
+    part = own_part(param, first)
+    if not all(torch.equal(part, own_part(param, other)) for other in others):
         raise EngineError(
             f"{param.name}: {len(param.slots)} modules hold this weight, which were one parameter "
             "when they were sharded, and their values differ now. Assign one tensor to all of them "

@@ -23,6 +23,7 @@ from shardwise.comm.board import wait_for
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.backward_end import end_now
 from shardwise.engine.bucket import BucketState
+from shardwise.engine.home import bring_up_to_date
 from shardwise.engine.ledger import Torn, torn_in
 from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.token_mean import count_of_backward
@@ -92,7 +93,9 @@ class Context:
             if unit.mark.moved or not unit.is_registered():
                 unit.refresh()  # before the phase, whose fence tells the peers of new buffers
         self._enter("forward", name)
-        self._agree_on_stale_copies()
+        first, self.has_run = not self.has_run, True
+        # Before its first pass nobody holds a copy.
+        self.agree_on_stale_copies([u for u in self.units if not first or u.homes])
         self.prefetch.begin_forward()
         return True
 
@@ -120,15 +123,16 @@ class Context:
             if unit not in self.order:
                 self.order.append(unit)
 
-    def _agree_on_stale_copies(self) -> None:
-        """Copies that live between steps are gathered again when any rank wrote to its shards."""
-        first, self.has_run = not self.has_run, True
-        kept = [u for u in self.units if u.keeps_between_steps and u.transports]
-        if first or not kept:
-            return  # nobody holds any
+    def agree_on_stale_copies(self, units: list[Unit]) -> None:
+        """What lives between steps is gathered again when any rank wrote to its shards: full copies
+        at their next use, shards that replicas share out (`home`) at once.
+        """
+        kept = [u for u in units if u.transports and (u.keeps_between_steps or u.homes)]
+        if not kept:
+            return
         # Units that are not held count too: ranks differ in that after an exception.
         for unit in kept:
-            unit.is_stale = not (unit.is_held and unit.is_current_copy)
+            unit.is_stale = unit.is_behind
         # A unit on several meshes is gathered as one: what one mesh has agreed on goes on to the
         # next.
         for transport in dict.fromkeys(t for u in kept for t in u.transports):
@@ -136,6 +140,7 @@ class Context:
             agreed = transport.agree([u.is_stale for u in units])
             for unit, stale in zip(units, agreed, strict=True):
                 unit.is_stale = stale
+        bring_up_to_date(u for u in kept if u.is_stale and u.homes)
 
     # -- phases ----------------------------------------------------------------------------------
     def _enter(self, phase: str, name: str) -> None:

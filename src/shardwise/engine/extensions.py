@@ -181,7 +181,7 @@ class ExtensionBucket(BucketState):
         """
         param, rank = self.params[index], self.mesh.shard.rank
         if isinstance(origin, DTensor):
-            return checked_local(param, origin, rank)
+            return checked_local(param, origin)
         p = param.layout
         with torch.no_grad():
             whole = origin.detach()

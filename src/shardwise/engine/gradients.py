@@ -7,6 +7,7 @@ deliver     this rank's part of the sum is added to `.grad`; a parameter without
 partial     without sync a full gradient is added up on this rank instead; `.grad` then stands for
             it (`Pending`)
 replica     without all-reduce the sum over the shard axis is kept, and joins the next all-reduce
+home        where replicas share a shard out, that all-reduce is a reduce-scatter (see `home`)
 """
 
 from __future__ import annotations
@@ -241,7 +242,12 @@ class Reduction:
         if self.grads.replica is not None:
             self.out.add_(self.grads.replica)
             self.grads.replica = None
-        self.over_replicas = state.transport.all_reduce(state.bucket, self.out)
+        if state.home is None:
+            self.over_replicas = state.transport.all_reduce(state.bucket, self.out)
+        else:
+            self.over_replicas, self.out, self.layout = state.home.reduce(
+                self.out, self.layout, self.had
+            )
 
     def finish(self, *, run_hooks: bool = True) -> None:
         self.handle.wait()
@@ -255,7 +261,7 @@ class Reduction:
             self.over_replicas.wait()
         hook = self.grads.state.unit().all_reduce_hook
         if hook is not None:
-            hook(self.out[: self.layout.data_numel(self.grads.state.mesh.shard.rank)])
+            hook(self.out[: self.layout.data_numel(self.grads.state.own_rank)])
         self._deliver(run_hooks)
 
     def _keep_replica(self) -> None:
@@ -269,7 +275,7 @@ class Reduction:
     def _deliver(self, run_hooks: bool) -> None:
         state, layout = self.grads.state, self.layout
         self.grads.ledger.delivered += 1
-        rank = state.mesh.shard.rank
+        rank = state.own_rank
         data = self.out[: layout.data_numel(rank)]
         if data.dtype != state.layout.dtype:
             data = data.to(state.layout.dtype)
@@ -281,7 +287,7 @@ class Reduction:
             # for the device.
             if not self.had[j] and self.out[layout.counts_offset + j].item() == 0:
                 continue
-            p = param.layout
+            p = layout.params[j]
             piece = data[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
             param.add_grad(piece, run_hooks=run_hooks)
 

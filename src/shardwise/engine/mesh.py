@@ -5,6 +5,10 @@ mesh dims        strategy        shard axis          replicate axis     placemen
 1 (any name)     no_shard        -                   the dim            (Replicate(),)
 2                sharding        dim 1               dim 0              (Replicate(), Shard(d))
 2                no_shard        -                   both, flattened    (Replicate(), Replicate())
+2                splits replicas dim 1               dim 0              (_StridedShard(d), Shard(d))
+
+A strategy that splits replicas cuts each shard once more over dim 0. The shard axis cuts first, so
+that a rank's rows are a part of its shard's: torch's strided shard.
 
 With `dp_mesh_dims` the mesh may have any dims: the named ones (several act as one) take the roles,
 and parameters are DTensors over all of them (`spread`). Otherwise the mesh holds data parallel dims
@@ -21,15 +25,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardwise._torch_compat import flattened_mesh, joined_mesh
+from shardwise._torch_compat import flattened_mesh, joined_mesh, strided_shard
 from shardwise.comm.transport import Axis
-from shardwise.layout import DataParallelMeshDims, Lifetime, Strategy, strategy_named
+from shardwise.layout import Cuts, DataParallelMeshDims, Lifetime, Strategy, strategy_named
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMesh:
     """A data parallel mesh with the roles of its dims; `spmd` and `dims` are what `dp_mesh_dims`
-    named: the mesh with all dims, and which of them these are.
+    named: the mesh with all dims, and which of them these are. `splits_replicas`: the registered
+    parameters are cut over the replicate axis too.
     """
 
     mesh: DeviceMesh
@@ -39,12 +44,31 @@ class ShardMesh:
     is_sharded: bool = True
     spmd: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = None
+    splits_replicas: bool = False
 
     def placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """DTensor placements of a parameter that is cut along `shard_dim`."""
         if not self.is_sharded:
             return (Replicate(),) * self.mesh.ndim
+        if self.splits_replicas:
+            parts = self.shard.size
+            cut_last = Shard(shard_dim) if parts == 1 else strided_shard(shard_dim, parts)
+            return (cut_last, Shard(shard_dim))
         return (Replicate(),) * (self.mesh.ndim - 1) + (Shard(shard_dim),)
+
+    def own_rows(self, cuts: Cuts) -> tuple[int, int]:
+        """First row and number of rows of this rank's registered part."""
+        start, size = cuts.start(self.shard.rank), cuts.size(self.shard.rank)
+        if not self.splits_replicas:
+            return start, size
+        part = Cuts.even(size, self.replicate.size)
+        return start + part.start(self.replicate.rank), part.size(self.replicate.rank)
+
+    @property
+    def holders(self) -> tuple[Axis, ...]:
+        """The axes over whose ranks a registered parameter is cut."""
+        axes = self.axes if self.splits_replicas else (self.shard,)
+        return tuple(axis for axis in axes if axis.size > 1)
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -93,6 +117,11 @@ def resolve_mesh(
         _check_names(mesh, dims)
         shard, replicate = dims.shard_names, dims.replicate_names
         _check_hybrid(strategy, bool(shard and replicate))
+        if strategy.splits_replicas:
+            raise NotImplementedError(
+                f"{strategy.name} with dp_mesh_dims: a parameter that is a DTensor on all dims of "
+                "the mesh cannot be cut over the replicate dims too yet; use hybrid_shard"
+            )
         return replace(_named_roles(mesh, shard, replicate, strategy), spmd=mesh, dims=dims)
     if mesh.ndim not in (1, 2):
         raise ValueError(
@@ -112,10 +141,12 @@ def roles_of(mesh: DeviceMesh, strategy: Strategy) -> ShardMesh:
     device = _device_of(mesh)
     if strategy.shard is None:
         whole = mesh if mesh.ndim == 1 else flattened_mesh(mesh)
-        return ShardMesh(mesh, _no_axis("shard"), _axis(whole, 0, "replicate"), device, False)
+        return ShardMesh(mesh, no_axis("shard"), _axis(whole, 0, "replicate"), device, False)
     if mesh.ndim == 1:
-        return ShardMesh(mesh, _axis(mesh, 0, names[0]), _no_axis("replicate"), device)
-    return ShardMesh(mesh, _axis(mesh, 1, names[1]), _axis(mesh, 0, names[0]), device)
+        return ShardMesh(mesh, _axis(mesh, 0, names[0]), no_axis("replicate"), device)
+    replicate = _axis(mesh, 0, names[0])
+    splits = strategy.splits_replicas and replicate.size > 1
+    return ShardMesh(mesh, _axis(mesh, 1, names[1]), replicate, device, splits_replicas=splits)
 
 
 def whole_roles(mesh: ShardMesh) -> ShardMesh:
@@ -158,9 +189,9 @@ def _check_names(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
 
 
 def _check_hybrid(strategy: Strategy, has_both: bool) -> None:
-    if strategy.name == "hybrid_shard" and not has_both:
+    if strategy.is_hybrid and not has_both:
         raise ValueError(
-            "hybrid_shard needs a mesh of 2 dims (replicate, shard), found 1; use "
+            f"{strategy.name} needs a mesh of 2 dims (replicate, shard), found 1; use "
             "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
             "'shard')), or full_shard"
         )
@@ -171,7 +202,8 @@ def _axis(mesh: DeviceMesh, dim: int, name: str) -> Axis:
     return Axis(name, tuple(dist.get_process_group_ranks(group)), mesh.get_local_rank(dim), group)
 
 
-def _no_axis(name: str) -> Axis:
+def no_axis(name: str) -> Axis:
+    """An axis of this rank alone."""
     return Axis(name, (dist.get_rank(),), 0, None)
 
 

@@ -7,7 +7,7 @@ in one vector in which every rank fills in its own, so that the all-reduce adds 
 the vector is folded the same way, in float64.
 
     row           x0^2 x1^2 x2^2 x3^2 x4^2   ->   +x3^2 +x4^2 ...   ->   one number
-    all rows      0 0 r2 r3 0 | 0 r6 0       one vector, summed over the shard axis, then folded
+    all rows      0 0 r2 r3 0 | 0 r6 0       one vector, summed over the holders, then folded
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rows:
     dim: int
     num: int
     first: int
-    axis: Axis | None  # whose ranks hold the others
+    axes: tuple[Axis, ...]  # whose ranks hold the others
 
     @classmethod
     def of(cls, p: torch.Tensor, param: ShardedParam | None) -> Rows:
@@ -43,11 +43,9 @@ class Rows:
         assert p.grad is not None
         if param is None:
             local = p.grad.detach()
-            return cls(local, 0, local.shape[0] if local.ndim else 1, 0, None)
-        cuts, rank = param.layout.cuts, param.mesh.shard.rank
+            return cls(local, 0, local.shape[0] if local.ndim else 1, 0, ())
         local, dim = p.grad.to_local(), param.layout.spec.shard_dim  # type: ignore[attr-defined]
-        axis = param.mesh.shard if param.mesh.shard.size > 1 else None
-        return cls(local, dim, cuts.rows, cuts.start(rank), axis)
+        return cls(local, dim, param.layout.rows, param.rows[0], param.mesh.holders)
 
 
 def ordered_norm(rows: Sequence[Rows], norm_type: float) -> torch.Tensor:
@@ -58,21 +56,21 @@ def ordered_norm(rows: Sequence[Rows], norm_type: float) -> torch.Tensor:
             "computed; other powers round differently in vectors and in their tails"
         )
     total, at = sum(r.num for r in rows), 0
-    vectors: dict[Axis | None, torch.Tensor] = {}
+    vectors: dict[tuple[Axis, ...], torch.Tensor] = {}
     for r in rows:
-        if r.axis not in vectors:
-            vectors[r.axis] = torch.zeros(total, dtype=torch.float64, device=r.local.device)
+        if r.axes not in vectors:
+            vectors[r.axes] = torch.zeros(total, dtype=torch.float64, device=r.local.device)
         values = _row_values(r.local, r.dim, norm_type)
         start = at + r.first
-        vectors[r.axis][start : start + values.numel()].copy_(values)
+        vectors[r.axes][start : start + values.numel()].copy_(values)
         at += r.num
     return _combine(vectors, norm_type)
 
 
-def _combine(vectors: dict[Axis | None, torch.Tensor], norm_type: float) -> torch.Tensor:
+def _combine(vectors: dict[tuple[Axis, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
     largest = math.isinf(norm_type)
-    for axis, vector in vectors.items():
-        if axis is not None:
+    for axes, vector in vectors.items():
+        for axis in axes:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             all_reduce(vector, op, axis.group, "all_reduce of the gradient norm")
     device = next(iter(vectors.values())).device

@@ -49,6 +49,7 @@ class ShardedParam:
         "name",
         "partial",
         "partial_grad",
+        "rows",
         "sharded",
         "slots",
         "spread",
@@ -68,6 +69,7 @@ class ShardedParam:
         self.layout = layout
         self.slots = slots
         self.mesh = mesh
+        self.rows = mesh.own_rows(layout.cuts)  # first and number of those of the registered part
         self.spread = spread
         self.mark = mark
         self.sharded: nn.Parameter = None  # type: ignore[assignment]  # set by make_sharded
@@ -108,6 +110,14 @@ class ShardedParam:
         tensor._mark, tensor._param_name = self.mark, self.name
         self.sharded = sharded
         self.settle_home(sharded)
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """Shape of the registered part."""
+        spec = self.layout.spec
+        if not spec.shape:
+            return ()
+        return (*spec.shape[: spec.shard_dim], self.rows[1], *spec.shape[spec.shard_dim + 1 :])
 
     @property
     def local(self) -> torch.Tensor:

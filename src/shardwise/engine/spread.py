@@ -127,7 +127,14 @@ def _beside(name: str, param: DTensor, shard_dim: int, mesh: ShardMesh) -> Sprea
         ) from error
     data = list(mesh.placements(shard_dim))
     if mesh.is_sharded:
-        data[-1] = _cut(shard_dim, _num_parts(whole.mesh, whole.placements, shard_dim))
+        num_parts = _num_parts(whole.mesh, whole.placements, shard_dim)
+        if mesh.splits_replicas and num_parts > 1:
+            raise NotImplementedError(
+                f"{name}: its dim {shard_dim} is cut over {whole.mesh} already; to cut it over the "
+                f"axes {mesh.shard.name!r} and {mesh.replicate.name!r} both is not there yet. Use "
+                "hybrid_shard, or another dim (shard_placement_fn)"
+            )
+        data[-1] = _cut(shard_dim, num_parts)
     return Spread(
         joined,
         (*data, *whole.placements),

@@ -184,4 +184,7 @@ class OrderedReduction(Reduction):
         assert self.tree.result is not None
         # + 0.0: a missing part and one of zeros differ by the sign of zero, so there is none.
         self.out = self.tree.result.add_(0.0).div_(float(self.num_leaves))
+        home = self.grads.state.home
+        if home is not None:
+            self.out, self.layout = home.cut(self.out, self.layout)
         self._deliver(run_hooks)

@@ -27,6 +27,7 @@ from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
+from shardwise.engine.home import Home
 from shardwise.engine.kept_views import Attributes
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped
@@ -131,6 +132,7 @@ class Unit:
     def wires(self) -> list[Wire]:
         """The wires that this unit's collectives go over."""
         wires = [Wire.of(b.transport) for b in self.buckets] or [Wire.of(self.transport)]
+        wires += [Wire.of(home.transport) for home in self.homes]
         if self._regrouped is not None:
             wires += self._regrouped.wires
         return list(dict.fromkeys(wires))
@@ -138,7 +140,16 @@ class Unit:
     @property
     def transports(self) -> list[Transport]:
         """The transports that this unit's gathers go over."""
-        return list(dict.fromkeys(b.transport for b in self.buckets if b.layout.world > 1))
+        return list(
+            dict.fromkeys(
+                b.transport for b in self.buckets if b.layout.world > 1 or b.home is not None
+            )
+        )
+
+    @property
+    def homes(self) -> list[Home]:
+        """Of the buckets whose shards replicas share out."""
+        return [b.home for b in self.buckets if b.home is not None]
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -181,6 +192,13 @@ class Unit:
     def is_current_copy(self) -> bool:
         """This rank has not written to its shards since the gather."""
         return self.gathered_at == self.mark.count
+
+    @property
+    def is_behind(self) -> bool:
+        """What it keeps between forwards is older than this rank's shards, or is not there."""
+        if self.keeps_between_steps and not (self.is_held and self.is_current_copy):
+            return True
+        return any(home.gathered_at != self.mark.count for home in self.homes)
 
     @property
     def needs_gather(self) -> bool:
@@ -308,6 +326,14 @@ class Unit:
         self.is_held, self.is_stale = True, False
         self.gathered_at = self.mark.count
 
+    def fill_middles(self) -> None:
+        """Gather the shards from the replicas that share them out."""
+        self.context.note("HG", self)
+        with torch.no_grad(), self.streams.lane("gather"), outside_transforms():
+            for home in self.homes:
+                home.gather().wait()
+                home.gathered_at = self.mark.count
+
     def _gather(self) -> list[Handle]:
         regrouped = self._regrouped
         if regrouped is None or not regrouped.is_kept or graph_task() is None:
@@ -376,6 +402,8 @@ class Unit:
         if self.mark.moved:
             self.refresh()
         entered = enter_all(self.wires, "unshard", self.name)
+        if self.homes and graph_task() is None:  # a backward uses the values of its forward
+            self.context.agree_on_stale_copies([self])
         self.unshard()
         leave_all(entered, "unshard", self.name)
 

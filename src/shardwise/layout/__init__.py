@@ -3,11 +3,13 @@
 No process group, no device. The engine allocates by it, the transports move by it, the planner sums
 it, tests assert it.
 
-Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `moves` -> `unit`.
+Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `moves` -> `home`
+-> `unit`.
 """
 
 from shardwise.layout.bucket import ALIGN, BucketLayout, ParamLayout, ParamSpec, layout_bucket
 from shardwise.layout.cuts import Cuts
+from shardwise.layout.home import home_layout, home_reduce, middle_layout
 from shardwise.layout.mesh_dims import DataParallelMeshDims
 from shardwise.layout.moves import Move, Packing, pack_grads, pack_shards
 from shardwise.layout.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -43,9 +45,12 @@ __all__ = [
     "ReduceLayout",
     "Strategy",
     "UnitLayout",
+    "home_layout",
+    "home_reduce",
     "layout_bucket",
     "layout_reduce",
     "layout_unit",
+    "middle_layout",
     "pack_grads",
     "pack_shards",
     "strategy_named",

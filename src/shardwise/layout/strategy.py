@@ -6,11 +6,14 @@
     shard_grad_op    optimizer, gradient              -                until the shards are written
     full_shard       parameter, gradient, optimizer   -                for one use
     hybrid_shard     as full_shard                    everything       for one use
+    hybrid_full_optimizer   as full_shard             parameter        for one use
 
 `shard_optimizer` differs from `shard_grad_op` in one thing: between micro-batches its gradient is a
-partial sum on every rank, so that one reduction serves the whole step. Ideas: ZeRO (Rajbhandari et
-al. 2020, arXiv 1910.02054), and the placements-per-axis view of Megatron-FSDP; FSDP2's
-`reshard_after_forward=False | int` are two more points of the space.
+partial sum on every rank, so that one reduction serves the whole step. `hybrid_full_optimizer`
+replicates only what waits for use; gradient and optimizer state are sharded over the replicate axis
+too, and so is the registered parameter, which always lies like the optimizer state. Ideas: ZeRO
+(Rajbhandari et al. 2020, arXiv 1910.02054), the placements-per-axis view and HFSDP of
+Megatron-FSDP; FSDP2's `reshard_after_forward=False | int` are two more points of the space.
 """
 
 from __future__ import annotations
@@ -68,6 +71,16 @@ class Strategy:
         """True when micro-batches before the last one keep partial gradients (ZeRO-1)."""
         return self.shard is not None and self.shard.gradient is Placed.PARTIAL
 
+    @property
+    def splits_replicas(self) -> bool:
+        """True when replicas share out the optimizer state of their common shard (HFSDP)."""
+        return self.is_hybrid and self.replicate.optimizer is Placed.SHARD  # type: ignore[union-attr]
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True when it takes both axes."""
+        return self.shard is not None and self.replicate is not None
+
     def with_lifetime(self, lifetime: Lifetime, forward_world: int = 0) -> Strategy:
         return replace(self, lifetime=lifetime, forward_world=forward_world)
 
@@ -83,6 +96,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("shard_grad_op", _WHOLE_KEPT, None, Lifetime.CLEAN),
         Strategy("full_shard", _SHARDED, None, Lifetime.USE),
         Strategy("hybrid_shard", _SHARDED, _REPLICATED, Lifetime.USE),
+        Strategy("hybrid_full_optimizer", _SHARDED, _WHOLE_KEPT, Lifetime.USE),
     )
 }
 
@@ -92,6 +106,7 @@ ALIASES: dict[str, str] = {
     "zero2": "shard_grad_op",
     "zero3": "full_shard",
     "hsdp": "hybrid_shard",
+    "hfsdp": "hybrid_full_optimizer",
 }
 
 

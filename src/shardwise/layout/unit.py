@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shardwise.layout.bucket import BucketLayout, ParamSpec, group_by_dtype, layout_bucket
+from shardwise.layout.home import home_layout, home_reduce
 from shardwise.layout.policy import MixedPrecisionPolicy
 from shardwise.layout.reduce import ReduceLayout, layout_reduce
 from shardwise.layout.strategy import Lifetime, Strategy
@@ -43,9 +44,35 @@ class UnitLayout:
         return tuple(layout_reduce(b) for b in self.buckets)
 
     @property
+    def registered(self) -> tuple[BucketLayout, ...]:
+        """Of every bucket what is cut like the optimizer state: its own shards, or their parts."""
+        return tuple(home_layout(b, 0) if self._is_split(b) else b for b in self.buckets)
+
+    def _is_split(self, bucket: BucketLayout) -> bool:
+        """Replicas share its shards out."""
+        return self.strategy.splits_replicas and bucket.replicas > 1
+
+    @property
     def shard_bytes(self) -> int:
-        """Parameter bytes that each rank keeps."""
-        return sum(b.shard_bytes for b in self.buckets)
+        """Bytes of the registered parameters of the rank that owns most."""
+        return sum(b.shard_bytes for b in self.registered)
+
+    @property
+    def middle_bytes(self) -> int:
+        """Bytes of the shards that replicas share out, kept while nobody writes."""
+        split = [b for b in self.buckets if self._is_split(b)]
+        return sum(b.chunk_numel * b.gather_dtype.itemsize for b in split)
+
+    @property
+    def num_trained(self) -> int:
+        """Elements with a gradient of the rank that owns most."""
+        return sum(r.counts_offset for r in self._last_reduces)
+
+    @property
+    def _last_reduces(self) -> list[ReduceLayout]:
+        """The stage that delivers."""
+        pairs = zip(self.reduces, self.registered, strict=True)
+        return [r if home is r.bucket else home_reduce(home, r) for r, home in pairs]
 
     @property
     def full_bytes(self) -> int:
@@ -55,7 +82,14 @@ class UnitLayout:
     @property
     def grad_bytes(self) -> int:
         """Bytes of the sharded gradients of the rank that owns most."""
-        return sum(r.counts_offset * r.bucket.dtype.itemsize for r in self.reduces)
+        return sum(r.counts_offset * r.bucket.dtype.itemsize for r in self._last_reduces)
+
+    @property
+    def refreshes(self) -> tuple[Collective, ...]:
+        """What the first micro-batch behind a write issues more."""
+        homes = [home_layout(b, 0) for b in self.buckets if self._is_split(b) and b.full_numel]
+        sizes = [h.chunk_numel * h.gather_dtype.itemsize for h in homes]
+        return tuple(Collective("gather", "replicate", Moment.FORWARD, size) for size in sizes)
 
     def collectives(self, *, root: bool = False, sync: bool = True) -> tuple[Collective, ...]:
         """What one micro-batch issues, in order; the copy of a `root` under `USE` lives on."""
@@ -72,7 +106,11 @@ class UnitLayout:
             if reduce.world > 1:
                 size = reduce.packed_numel * reduce.dtype.itemsize
                 out.append(Collective("reduce", "shard", Moment.POST_BACKWARD, size))
-            if reduce.bucket.replicas > 1:
+            if self._is_split(reduce.bucket):
+                second = home_reduce(home_layout(reduce.bucket, 0), reduce)
+                size = second.packed_numel * second.dtype.itemsize
+                out.append(Collective("reduce", "replicate", Moment.POST_BACKWARD, size))
+            elif reduce.bucket.replicas > 1:
                 size = reduce.chunk_bytes
                 out.append(Collective("all_reduce", "replicate", Moment.POST_BACKWARD, size))
         return tuple(out)

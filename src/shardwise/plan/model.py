@@ -2,10 +2,12 @@
 
 A unit's numbers are those of its `UnitLayout`, the object that the engine allocates and moves by:
 
-    kept       shards of parameters, their gradients, the optimizer's two fp32 moments
+    kept       shards of parameters, their gradients, the optimizer's two fp32 moments; the shards
+               that replicas share out (`hybrid_full_optimizer`)
     gathered   the whole parameters, while the unit runs
     received   what a rank takes in per micro-batch: (W-1)/W of what is gathered or reduced, twice
                that of what is summed over replicas
+    refreshed  what it takes in besides, once per optimizer step, of shards that replicas share out
 """
 
 from __future__ import annotations
@@ -47,8 +49,9 @@ class PlannedUnit:
     @property
     def kept_bytes(self) -> int:
         """Parameters, gradients and moments of a rank at the end of a backward."""
-        trained = sum(r.counts_offset for r in self.layout.reduces)
-        return self.layout.shard_bytes + self.layout.grad_bytes + _MOMENTS * 4 * trained
+        layout = self.layout
+        parameters = layout.shard_bytes + layout.middle_bytes
+        return parameters + layout.grad_bytes + _MOMENTS * 4 * layout.num_trained
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -57,15 +60,22 @@ class PlannedUnit:
     @property
     def received_bytes(self) -> int:
         """Per micro-batch with a reduction."""
+        return self._received(self.collectives)
+
+    @property
+    def refreshed_bytes(self) -> int:
+        """Once per optimizer step."""
+        return self._received(self.layout.refreshes)
+
+    def _received(self, collectives: Sequence[Collective]) -> int:
         total = 0.0
-        for c in self.collectives:
+        for c in collectives:
             bucket = self.layout.buckets[0]
-            if c.kind == "all_reduce":
-                total += 2 * (bucket.replicas - 1) / bucket.replicas * c.size_bytes
-            elif c.kind == "gather":  # the size is one rank's part
-                total += (bucket.world - 1) * c.size_bytes
+            ranks = bucket.replicas if c.axis == "replicate" else bucket.world
+            if c.kind == "gather":  # the size is one rank's part
+                total += (ranks - 1) * c.size_bytes
             else:
-                total += (bucket.world - 1) / bucket.world * c.size_bytes
+                total += (1 + (c.kind == "all_reduce")) * (ranks - 1) / ranks * c.size_bytes
         return round(total)
 
 
@@ -95,6 +105,10 @@ class PlannedModel:
     @property
     def received_bytes(self) -> int:
         return sum(u.received_bytes for u in self.units)
+
+    @property
+    def refreshed_bytes(self) -> int:
+        return sum(u.refreshed_bytes for u in self.units)
 
 
 def plan_model(

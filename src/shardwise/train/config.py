@@ -14,9 +14,12 @@ from typing import Any, Literal, get_args
 from shardwise.units import parse_size
 
 DType = Literal["float32", "bfloat16"]
+
+HYBRID = ("hybrid_shard", "hybrid_full_optimizer")  # those that take replicas
 StrategyName = Literal[
-    "auto", "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard"
-]
+    "auto", "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
+    "hybrid_full_optimizer",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class ShardConfig:
 @dataclass(frozen=True, slots=True)
 class MeshConfig:
     replicate: int = 1
-    """Replicas of the sharded model (hybrid_shard)."""
+    """Replicas of the sharded model (hybrid_shard, hybrid_full_optimizer)."""
     shard: int = -1
     """Ranks that share one copy of the model; -1: all that are left."""
 
@@ -301,10 +304,13 @@ def _decoder_problems(model: DecoderConfig) -> list[tuple[str, str]]:
 
 def _strategy_problems(config: Config) -> list[tuple[str, str]]:
     strategy, replicate = config.shard.strategy, config.mesh.replicate
-    if strategy == "hybrid_shard" and replicate == 1:
-        return [("shard.strategy", "hybrid_shard needs mesh.replicate above 1; or use full_shard")]
-    if strategy not in ("auto", "hybrid_shard") and replicate > 1:
-        text = f"{replicate} replicas need shard.strategy hybrid_shard (or auto), not {strategy}"
+    if strategy in HYBRID and replicate == 1:
+        return [("shard.strategy", f"{strategy} needs mesh.replicate above 1; or use full_shard")]
+    if strategy not in ("auto", *HYBRID) and replicate > 1:
+        text = (
+            f"{replicate} replicas need shard.strategy {' or '.join(HYBRID)} (or auto), "
+            f"not {strategy}"
+        )
         return [("mesh.replicate", text)]
     return []
 

@@ -23,6 +23,7 @@ from shardwise.engine.grouping import choose_units
 from shardwise.engine.shard_model import override_for
 from shardwise.errors import ConfigError
 from shardwise.train.config import (
+    HYBRID,
     Config,
     CustomModelConfig,
     gather_limit,
@@ -91,7 +92,7 @@ def shard_and_fill(
         model.to(device)
     strategy = resolved_strategy(config)
     shape = mesh_shape(config, world_size)
-    if strategy == "hybrid_shard":
+    if strategy in HYBRID:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     else:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))

@@ -59,7 +59,7 @@ class Mailbox:
         record.set_slot(axis, slot.offset)
         domain.order()
         record.set_tag(axis, exchange.tag)
-        if axis == _counted_axis(exchange.bucket):
+        if _is_counted(exchange.bucket) and axis == _counted_axis(exchange.bucket):
             domain.own.posted = (domain.own.posted + _mix(key, count)) & (2**64 - 1)
         domain.doorbell.ring()
         self.pending.append(exchange)
@@ -129,6 +129,8 @@ class Mailbox:
             return []
         found = []
         for key, bucket in sorted(domain.buckets.items(), key=lambda item: item[0]):
+            if not _is_counted(bucket):
+                continue
             axis = _counted_axis(bucket)
             count, _ = self._posts.get((key, axis), (0, None))
             tags = [domain.controls[i].record(key).tag(axis) for i in domain.others]
@@ -238,6 +240,11 @@ class Exchange:
             slot.acknowledge(domain.me, slot.ticket)
         domain.doorbell.ring()
         self.done = True
+
+
+def _is_counted(bucket: Bucket) -> bool:
+    """False for one whose reductions follow those of another bucket: nobody can miss them alone."""
+    return "follows" not in bucket.private
 
 
 def _counted_axis(bucket: Bucket) -> int:
