@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
@@ -16,6 +17,7 @@ from engine_kit import Mlp, batch, loss_of, make, same_grads, units_of
 import shardwise as sw
 from ranks import on_ranks
 from shardwise.engine.state import unit_of
+from shardwise.errors import EngineError
 
 
 def sharded(model: Any, **options: Any) -> Any:
@@ -181,3 +183,38 @@ def test_a_function_without_a_gradient_for_its_weight(rank: int, world: int) -> 
             each.zero_grad()
             loss_of(each(batch(Mlp, step, rank))).backward()
         same_grads(model, averaged(plain, world))
+
+
+@on_ranks(2)
+def test_frozen_between_forward_and_backward(rank: int, world: int) -> None:
+    """The layer got a gradient all the same, where a plain model's gets none."""
+    model = make(Mlp)
+    plain = copy.deepcopy(model)
+    sharded(model)
+    losses = [loss_of(each(batch(Mlp, 0, rank))) for each in (model, plain)]
+    for each, loss in zip((model, plain), losses, strict=True):
+        each.layers[1].requires_grad_(False)
+        loss.backward()
+    same_grads(model, averaged(plain, world))
+    assert model.layers[1].weight.grad is None
+
+
+class TiedByCall(nn.Module):
+    """Uses a child's weight outside of the child's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.bias = nn.Linear(8, 4), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(torch.tanh(self.enc(x)), self.enc.weight.t(), self.bias)
+
+
+@on_ranks(2)
+def test_weight_of_a_child_at_rest(rank: int) -> None:
+    """The error spoke of a forward without a backward, while the forward was running."""
+    model = make(TiedByCall)
+    sw.fully_shard(model.enc)
+    sw.fully_shard(model)
+    with pytest.raises(EngineError, match=r"enc\.weight.*its unit is not running"):
+        model(batch(Mlp, 0, rank))

@@ -382,8 +382,10 @@ def _mixed_text(func: Any, originals: dict[int, ShardTensor], args: Any) -> str:
     names = sorted({t._param_name for t in originals.values() if t._param_name}) or [
         "a sharded tensor"
     ]
-    homes = ((a, getattr(a, "_shardwise_home", None)) for a in args)
-    whole = [a for a, home in homes if home is not None and getattr(home(), "full", None) is a]
+    homes = [(a, home()) for a in args if (home := getattr(a, "_shardwise_home", None)) is not None]
+    whole = [
+        a for a, home in homes if getattr(home, "full", None) is a and not home.unit().context.depth
+    ]
     if whole:
         return (
             f"{', '.join(names)}: {func.name()} met a sharded parameter and the whole form of one "

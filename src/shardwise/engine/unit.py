@@ -540,8 +540,8 @@ class Unit:
         """A full gradient is in its accumulator. True when it was the unit's last."""
         param = bucket.params[index]
         grad, param.full.grad = param.full.grad, None
-        if grad is None:  # an autograd.Function returned None for it
-            return False
+        if grad is None or not param.sharded.requires_grad:
+            return False  # an autograd.Function returned None for it; or frozen since the forward
         if torch.is_grad_enabled():
             grad = grad.detach()
         grad = param.spread.own_gradient(param.name, grad)
