@@ -84,7 +84,7 @@ def test_a_model_of_ones_own(tmp_path: Path):
     (comparison,) = found["comparisons"]
     assert comparison["samples_per_rank"] == 4
     assert comparison["engines"]["shardwise"]["state"] == "ok", done.stderr
-    assert comparison["engines"]["shardwise"]["traffic_per_step_and_rank"]["num_gathers"] == 4
+    assert comparison["engines"]["shardwise"]["traffic_per_step_and_rank"]["num_gathers"] == 2
     assert comparison["engines"][wrong]["state"] == "failed"
     assert "no_such_0" in comparison["engines"][wrong]["error"]
     assert done.returncode == 1
