@@ -97,8 +97,8 @@ def test_two_levels(rank, world):
 
 @on_ranks(2)
 def test_one_gather_a_step_under_shard_grad_op(rank, world):
-    """8 micro-batches: 2 units (the small blocks share one) are gathered once; FSDP2 gathers its 3 in
-    every forward and backward.
+    """8 micro-batches: 2 units (the small blocks share one) are gathered once; FSDP2 gathers its 3
+    in every forward and backward.
     """
     ours = traffic_of("shardwise:shard_grad_op", rank, world, 8)
     assert ours.num_gathers == 2
