@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from engine_kit import Mlp, batch, loss_of, make, same_grads, units_of
+from engine_kit import Mlp, Setting, batch, loss_of, make, same_grads, units_of
 
 import shardwise as sw
 from ranks import on_ranks
@@ -218,3 +218,18 @@ def test_weight_of_a_child_at_rest(rank: int) -> None:
     sw.fully_shard(model)
     with pytest.raises(EngineError, match=r"enc\.weight.*its unit is not running"):
         model(batch(Mlp, 0, rank))
+
+
+@on_ranks(2)
+def test_optimizer_of_gathered_parameters_after_a_replacement(rank: int, world: int) -> None:
+    """The root is gathered when the optimizer is built, and laid out anew at the next forward."""
+    model = Setting(None, "c10d").shard(make(Mlp), world)
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    model(batch(model, 0, rank))  # no backward: the root's own parameters stay gathered
+    model.norm.weight = nn.Parameter(torch.full((8,), 2.0))
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model(batch(model, 1, rank))).backward()
+    opt.step()
+    for name, p in model.named_parameters():
+        assert not torch.equal(p.full_tensor(), before[name]), name
+    assert not torch.equal(model.norm.weight.full_tensor(), torch.full((8,), 2.0))

@@ -244,7 +244,12 @@ class Unit:
         self.mark.count += 1
         self.mark.moved = False
         self._regrouped = None
+        before = [(param.full, param.sharded) for param in self.params]
         self._build(found)
+        now = {id(param.sharded): param for param in self.params}
+        for full, sharded in before:  # an optimizer may hold the gathered form of before
+            if full is not None and id(sharded) in now:
+                now[id(sharded)].settle_home(full)
 
     def owner_of(self, param: ShardedParam) -> nn.Module:
         """The module that holds a parameter."""
