@@ -30,8 +30,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/shardwise train --nproc 2 --run.dir runs/demo
 
+# Two at a time, file by file: many tests wait for ranks that are late, stopped or gone.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Each check runs even when an earlier one failed, so that one call shows everything.
 check: setup
