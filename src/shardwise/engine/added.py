@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 )
 
 from shardwise.engine.audit import synchronize
-from shardwise.engine.build import Found, Tie, own_modules
+from shardwise.engine.build import Found, Tie, check_tie, own_modules
 from shardwise.engine.param import ShardedParam, Slot, home_of
 from shardwise.engine.shard_tensor import ShardTensor
 from shardwise.engine.spread import plain_spread, spread_of
@@ -72,6 +72,8 @@ def take_in_changes(unit: Unit, is_sharded: IsSharded) -> bool:
     after = {(id(s[0]), s[1]) for f in found for s in f.slots}
     if not new and not ties and before == after and len(found) == len(unit.params):
         return False
+    for param in unit.params:
+        check_tie(param)
     _check_unused(unit, new)
     whole = [f for f in new if type(f.param) is not ShardTensor]  # shards differ as they should
     for axes in dict.fromkeys(f.mesh.axes for f in whole):
