@@ -117,7 +117,9 @@ def hear_nothing_of_a_unit(patch: Any) -> None:
 def keep(patch: Any) -> None:
     """A release that does nothing."""
     reshard = Unit.reshard
-    patch.setattr(Unit, "reshard", lambda self: self.name == "layers.1" or reshard(self))
+    patch.setattr(
+        Unit, "reshard", lambda self, *after: self.name == "layers.1" or reshard(self, *after)
+    )
 
 
 BROKEN = {

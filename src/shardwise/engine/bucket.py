@@ -67,8 +67,8 @@ class BucketState:
         self._hooked: set[int] = set()
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._version = 0  # of the full parameters when they were gathered
-        self._own_uses = 2**62  # of the storage by the engine itself, see `kept_views`
-        self._uses_behind_gather = 0
+        self._own_uses = 0  # of the storage by engine and transport, see `kept_views`
+        self._uses_before_gather = self._uses_behind_gather = 0
         self._uses_before = 0  # when a backward began
 
     @property
@@ -155,6 +155,7 @@ class BucketState:
         inner = [local_of(p.full) for p in self.params if isinstance(p.full, DTensor)]
         self._fulls = (*(param.full for param in self.params), *inner)
         self._hooked.clear()
+        self._own_uses = self._uses_before_gather = storage_uses(self.storage)
         self.release()
 
     def watch_gradients(self, arrived: Callable[[Any, int], None]) -> int:
@@ -191,6 +192,7 @@ class BucketState:
         # Transports keep views from their first gather; made in inference mode they were of no use
         # outside of it.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
+            self._uses_before_gather = storage_uses(self.storage)
             handle = self.transport.gather(self.bucket, shard, self.out)
         self.set_gathered_versions()
         return handle
@@ -204,10 +206,11 @@ class BucketState:
         """Where memory that is to be released begins."""
         return [] if self.aliases else [self.storage.data_ptr()]
 
-    def count_own_uses(self) -> None:
+    def count_uses_behind_gather(self) -> None:
         """Behind a gather: nobody has seen this copy; autograd may keep views of an older one."""
         self._uses_behind_gather = uses = storage_uses(self.storage)
-        self._own_uses = min(self._own_uses, uses)
+        self._own_uses += uses - self._uses_before_gather  # views that the transport keeps
+        self._uses_before_gather = uses
 
     def count_uses_before(self) -> None:
         """When a backward begins: autograd's views are among them."""
@@ -242,7 +245,6 @@ class BucketState:
         self.storage = torch.empty(
             old.nbytes(), dtype=torch.uint8, device=self.mesh.device
         ).untyped_storage()
-        self._own_uses = 2**62
         # Another tensor: transports keep views by it.
         self.out = torch.empty(0, dtype=self.out.dtype, device=self.out.device).set_(
             self.storage, self.out.storage_offset(), self.out.shape, self.out.stride()
@@ -252,6 +254,7 @@ class BucketState:
                 full.data = torch.empty(0, dtype=full.dtype, device=full.device).set_(
                     self.storage, full.storage_offset(), full.shape, full.stride()
                 )
+        self._own_uses = self._uses_before_gather = storage_uses(self.storage)
 
     @property
     def gathered_bytes(self) -> int:

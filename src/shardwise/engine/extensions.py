@@ -369,11 +369,11 @@ class ExtensionBucket(BucketState):
     def addresses(self) -> list[int]:
         return [storage.data_ptr() for storage, _ in self._storages]
 
-    def count_own_uses(self) -> None:
+    def count_uses_behind_gather(self) -> None:
         """Hooks may keep what they like; uses are not counted."""
 
     def count_uses_before(self) -> None:
-        """See `count_own_uses`."""
+        """See `count_uses_behind_gather`."""
 
     def release(self, after: str = "") -> None:
         for storage, _ in self._storages:

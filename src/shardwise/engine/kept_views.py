@@ -29,23 +29,27 @@ _CONTAINERS = (list, tuple, dict, set)
 
 
 class Attributes:
-    """Of the modules of one unit: those that hold, or could hold, a tensor."""
+    """Of the modules of one unit: those that hold, or could hold, a tensor. Modules are held weakly:
+    a model that is deleted frees its memory at once.
+    """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._modules = [(name, weakref.ref(module)) for name, module in modules]
         self._num_names = -1
-        self._suspects: list[tuple[str, dict[str, Any], str]] = []
-        self._dicts = [vars(module) for _, ref in self._modules if (module := ref()) is not None]
+        self._suspects: list[tuple[str, weakref.ref[nn.Module], str]] = []
 
     def view_of(self, storages: set[int]) -> str | None:
         """ "module.attribute" of a tensor over one of the storages (data pointers)."""
         num_names = 0
-        for names in self._dicts:
-            num_names += len(names)
+        for _, ref in self._modules:
+            module = ref()
+            if module is not None:
+                num_names += len(module.__dict__)
         if num_names != self._num_names:
             self._look_anew(num_names)
-        for where, names, key in self._suspects:
-            if _is_over(names.get(key), storages):
+        for where, ref, key in self._suspects:
+            module = ref()
+            if module is not None and _is_over(module.__dict__.get(key), storages):
                 return where
         return None
 
@@ -61,7 +65,7 @@ class Attributes:
                     continue
                 if value is None or isinstance(value, (torch.Tensor, *_CONTAINERS)):
                     where = f"{name}.{key}" if name else key
-                    self._suspects.append((where, vars(module), key))
+                    self._suspects.append((where, ref, key))
 
 
 def _is_over(value: Any, storages: set[int], depth: int = 0) -> bool:

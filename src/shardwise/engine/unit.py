@@ -366,7 +366,7 @@ class Unit:
             self.is_held = False
             raise
         for bucket in self.buckets:
-            bucket.count_own_uses()
+            bucket.count_uses_behind_gather()
 
     def use_full(self) -> None:
         for bucket in self.buckets:
