@@ -29,8 +29,8 @@ _CONTAINERS = (list, tuple, dict, set)
 
 
 class Attributes:
-    """Of the modules of one unit: those that hold, or could hold, a tensor. Modules are held weakly:
-    a model that is deleted frees its memory at once.
+    """Of the modules of one unit: those that hold, or could hold, a tensor. Modules are held
+    weakly: a model that is deleted frees its memory at once.
     """
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
