@@ -10,15 +10,15 @@ disturbs the machine disturbs all of them; the figures are medians of processor 
 
 The guards are part of shardwise and cannot be turned off; their share is below the noise of a step.
 So each is timed by itself, in the state in which a step finds it, times how often a step calls it
-(`time_guards`). The order check runs between two ranks of its own over a real TCPStore.
+(`time_guards`). The order check runs between two processes of its own over a real TCPStore.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise._torch_compat import set_versions
+from shardwise._torch_compat import set_versions, storage_uses
 from shardwise.bench.machine import describe
 from shardwise.comm.board import Board
 from shardwise.comm.order_check import OrderCheck
@@ -77,7 +77,7 @@ def round_us(model: nn.Module, num_steps: int) -> float:
     return (time.process_time() - began) / num_steps / NUM_UNITS * 1e6
 
 
-def measure(num_params: int, precision: str, num_rounds: int) -> dict[str, Any]:
+def measure(num_params: int, precision: str, num_rounds: int, order_us: float) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -98,6 +98,7 @@ def measure(num_params: int, precision: str, num_rounds: int) -> dict[str, Any]:
             rounds[name].append(round_us(model, 1))
     found = {name: median(values) for name, values in rounds.items()}
     guards = time_guards(ours)
+    guards["order of collectives, 3 notes and the phases' store"] = order_us
     return {
         "num_params": num_params,
         "precision": precision,
@@ -129,6 +130,9 @@ def time_guards(model: Any) -> dict[str, float]:
     unit.unshard()
     unit.wait_unshard()
     found["gathered copies were not written, 2x"] = 2 * call_us(unit._check_unwritten)
+    found["views that user code keeps, 1 look and 6 counts"] = call_us(
+        unit._check_kept_views
+    ) + 6 * call_us(lambda: storage_uses(state.storage))
     versions = (state._version,) * len(state._fulls)
     found["version counters of released memory, 4x"] = 4 * call_us(
         lambda: set_versions(state._fulls, versions)
@@ -149,39 +153,46 @@ def time_guards(model: Any) -> dict[str, float]:
         check_units((unit,), ())
 
     found["ledger, all counts and 1 check"] = call_us(check)
-    found["order of collectives, 3 notes and the phases' store"] = order_check_us()
     return found
 
 
-def order_check_us(num_steps: int = 20) -> float:
+def order_check_us(num_steps: int = 100) -> float:
     """Of one rank, per unit and step: a forward with a gather a unit, a backward with a gather and
-    a reduction, both ended by a look at the neighbour. Two ranks, threads of this process.
+    a reduction, both ended by a look at the neighbour. The neighbour is another process, which also
+    serves the store, as rank 0's process or torchrun's agent does.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    stores = [store, dist.TCPStore("127.0.0.1", store.port, is_master=False)]
-    checks = [OrderCheck(Board(stores[r]), (0, 1), r, f"bench {store.port}") for r in (0, 1)]
-
-    def steps(check: OrderCheck, num: int) -> None:
-        for step in range(num):
-            for phase, kinds in (("forward", ("gather",)), ("backward", ("gather", "reduce"))):
-                position = Position(step, phase, "")
-                check.begin_phase(position)
-                for i in range(NUM_UNITS):
-                    for kind in kinds:
-                        check.note(kind, f"{i}[0]", i)
-                check.end_phase(position)
-
-    def run(num: int) -> None:
-        threads = [threading.Thread(target=steps, args=(check, num)) for check in checks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    run(3)  # the first step of a kind asks before every collective
+    context = multiprocessing.get_context("spawn")
+    ports: Any = context.Queue()
+    neighbour = context.Process(target=_serve_and_follow, args=(ports, num_steps), daemon=True)
+    neighbour.start()
+    store = dist.TCPStore("127.0.0.1", ports.get(timeout=60), is_master=False)
+    check = OrderCheck(Board(store), (0, 1), 1, "bench")
+    _steps(check, 3)  # the first step of a kind asks before every collective
     began = time.process_time()
-    run(num_steps)
-    return (time.process_time() - began) / 2 / num_steps / NUM_UNITS * 1e6
+    _steps(check, num_steps)
+    took = time.process_time() - began
+    neighbour.join()
+    return took / num_steps / NUM_UNITS * 1e6
+
+
+def _serve_and_follow(ports: Any, num_steps: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    ports.put(store.port)
+    check = OrderCheck(Board(store), (0, 1), 0, "bench")
+    _steps(check, 3)
+    _steps(check, num_steps)
+    time.sleep(0.5)  # the last look of the other rank
+
+
+def _steps(check: OrderCheck, num: int) -> None:
+    for step in range(num):
+        for phase, kinds in (("forward", ("gather",)), ("backward", ("gather", "reduce"))):
+            position = Position(step, phase, "")
+            check.begin_phase(position)
+            for i in range(NUM_UNITS):
+                for kind in kinds:
+                    check.note(kind, f"{i}[0]", i)
+            check.end_phase(position)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -193,12 +204,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    order_us = order_check_us()
     rows = []
     began, load = time.time(), os.getloadavg()[0]
     print(" params dtype    plain     ours    fsdp2   guards  ratio   (us per unit and step)")
     for num_params in map(int, args.params.split(",")):
         for precision in args.precision.split(","):
-            row = measure(num_params, precision, args.rounds)
+            row = measure(num_params, precision, args.rounds, order_us)
             rows.append(row)
             print(
                 f"{num_params:>6} {precision:>5} {row['plain_us']:>8} {row['ours_us']:>8} "

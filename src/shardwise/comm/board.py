@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 STALL_S = 2.0  # a wait this long is told to the others
 ANSWER_S = 5.0  # a store that takes longer is stopped or gone
+_NOTHING = "?"
 _SHOWN = 64  # ranks in one text
 
 
@@ -45,7 +46,10 @@ class Board:
 
     def find(self, key: str) -> str | None:
         """None when nobody has written there."""
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+        # `check` and `get` in one message: it writes nothing, since no key holds this text.
+        ask = self._store.compare_set
+        found = self._ask(lambda: ask(key, _NOTHING, _NOTHING).decode())
+        return None if found == _NOTHING else found
 
     def get(self, key: str) -> str:
         """What is there; raises when nothing comes within the limit."""

@@ -18,9 +18,9 @@ At the end of each phase ranks compare a hash of what they issued with their nei
 agree in a ring all agree. All of it goes through the store beside the data path: nothing is added
 to the collectives that tools count, and a rank that hangs can still be told about.
 
-    store key   <mesh>/<rank>          the last phases of a rank: number, hash, count, last unit
-    store key   <mesh>/<rank>/<n % 16> what it has issued in phase n, when it had to say so
-    store key   <mesh>/trouble         the phase that ended by an error, and the error
+    store key   <mesh>/<rank>/end <n % 16>  how a rank ended phase n: hash, count, last unit
+    store key   <mesh>/<rank>/<n % 16>      what it has issued in phase n, when it had to say so
+    store key   <mesh>/trouble              the phase that ended by an error, and the error
 
 Costs one write and one read of the store a phase.
 """
@@ -31,7 +31,6 @@ import json
 import logging
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -52,6 +51,7 @@ from shardwise.errors import DivergenceError, PeerTimeoutError
 logger = logging.getLogger(__name__)
 
 KEPT_PHASES = 16
+FIRST_PAUSE_S = 5e-5  # about what a look takes
 ABANDONED = -1  # in place of a hash
 _REMEDY = (
     "All ranks must run the same units in the same order on c10d; look for a branch or a loop that "
@@ -82,7 +82,6 @@ class OrderCheck:
         self._followers: dict[Any, tuple[str, str]] = {}
         self._kind: tuple[str, str] | None = None
         self._last = "nothing yet"
-        self._history: deque[list[Any]] = deque(maxlen=KEPT_PHASES)
 
     @classmethod
     def of(cls, axis: Axis) -> OrderCheck | None:
@@ -160,8 +159,11 @@ class OrderCheck:
         self._followers.clear()
 
     def _tell_end(self, mine: list[int], text: str) -> None:
-        self._history.append([self._phase, *mine, self._last, text, self._as_remembered])
-        self._board.set(f"{self._mesh}/{self._rank}", json.dumps(list(self._history)))
+        entry = [self._phase, *mine, self._last, text, self._as_remembered]
+        self._board.set(self._end_key(self._rank), json.dumps(entry))
+
+    def _end_key(self, rank: int) -> str:
+        return f"{self._mesh}/{rank}/end {self._phase % KEPT_PHASES}"
 
     # -- asking ----------------------------------------------------------------------------------
     def _meet(self, what: str) -> None:
@@ -227,18 +229,18 @@ class OrderCheck:
 
     def _entry_of(self, rank: int) -> list[Any] | None:
         """That rank's record of this phase once it has ended it; None before."""
-        text = self._board.find(f"{self._mesh}/{rank}")
-        history = json.loads(text) if text else []
-        return next((entry for entry in history if entry[0] == self._phase), None)
+        text = self._board.find(self._end_key(rank))
+        entry = json.loads(text) if text else None
+        return entry if entry is not None and entry[0] == self._phase else None
 
     # -- waits that take long ----------------------------------------------------------------------
     def _poll(self, look: Callable[[], Any], what: str, position: Position | None) -> None:
         """Until `look` finds something."""
-        began, pause, watch = time.monotonic(), 0.0, _Watch(self, what, position)
+        began, pause, watch = time.monotonic(), FIRST_PAUSE_S, _Watch(self, what, position)
         while not look():
             watch.look(time.monotonic() - began)
             time.sleep(pause)
-            pause = min(0.02, pause + 0.0002)
+            pause = min(0.02, 2 * pause)  # each look costs a message to the store
         watch.over()
 
     def wait(self, work: Any, what: str) -> None:

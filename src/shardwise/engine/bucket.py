@@ -270,7 +270,10 @@ class BucketState:
         if self.aliases or self.bucket is None:
             return []
         version = self._version
-        if all(full._version == version for full in self._fulls):
+        for full in self._fulls:
+            if full._version != version:
+                break
+        else:
             return []
         return [
             p.name
