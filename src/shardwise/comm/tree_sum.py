@@ -71,10 +71,6 @@ class TreeSum:
         self._forest: Forest[Part] = Forest(self._add)
         self.result: torch.Tensor | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._forest.leaves
-
     # -- leaves ----------------------------------------------------------------------------------
     def put(self, leaf: int, data: torch.Tensor, counts: torch.Tensor) -> None:
         """A leaf in memory that is only lent; `keep` must follow before it is given back."""

@@ -13,11 +13,11 @@ import torch
 from shardwise.comm.shared_memory.control import REPLICATE, SHARD
 from shardwise.comm.shared_memory.grads import OutgoingGrads
 from shardwise.comm.shared_memory.mailbox import Exchange, Mailbox
+from shardwise.comm.shared_memory.pieces import SumByPieces
 from shardwise.comm.shared_memory.slots import SlotView
-from shardwise.comm.shared_memory.sums import sum_in_order
+from shardwise.comm.shared_memory.sums import sum_of_ranks
 from shardwise.comm.transport import Bucket
 
-_PIECE_ALIGN = 16
 _PIECES_FROM_BYTES = 4 << 20
 
 
@@ -64,9 +64,7 @@ class ShardSum(Exchange):
             )
             for r in ranks
         }
-        before = [part for r, part in parts.items() if r < self.rank]
-        after = [part for r, part in parts.items() if r > self.rank]
-        sum_in_order(self._out[offset : offset + numel], before, after, self._scale)
+        sum_of_ranks(self._out[offset : offset + numel], self.rank, parts, self._scale)
 
     def _sum_present(self, slots: dict[int, SlotView]) -> list[int]:
         """Parameter by parameter, from the ranks that have it:
@@ -91,89 +89,39 @@ class ReplicaSum(Exchange):
     def __init__(self, mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> None:
         super().__init__(mailbox, bucket, REPLICATE, bucket.replicate)
         self._out = out
-        self._slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
+        slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
         with torch.no_grad():
-            for start, stop in self._foreign_spans():
-                self._payload(self._slot, start, stop).copy_(out[start:stop])
-        mailbox.post(self, self._slot, out.dtype, [], out.numel())
+            self._payload(slot).copy_(out)
+        mailbox.post(self, slot, out.dtype, [], out.numel())
 
     def advance(self) -> bool:
         if not self.all_posted():
             return False
         slots = self.slots(self._out.numel(), 0)
         with torch.no_grad():
-            self._sum(slots, 0, self._out.numel())
+            sum_of_ranks(self._out, self.rank, {r: self._payload(s) for r, s in slots.items()})
         self.acknowledge(slots)
         return True
 
-    def _foreign_spans(self) -> list[tuple[int, int]]:
-        """What peers read of this rank's post."""
-        return [(0, self._out.numel())]
-
-    def _sum(self, slots: dict[int, SlotView], start: int, stop: int) -> None:
-        parts = {r: self._payload(slot, start, stop) for r, slot in slots.items()}
-        sum_in_order(
-            self._out[start:stop],
-            [part for r, part in parts.items() if r < self.rank],
-            [part for r, part in parts.items() if r > self.rank],
-        )
-
-    def _payload(self, slot: SlotView, start: int, stop: int) -> torch.Tensor:
-        return slot.payload(0, start, stop - start, self._out.dtype)
+    def _payload(self, slot: SlotView) -> torch.Tensor:
+        return slot.payload(0, 0, self._out.numel(), self._out.dtype)
 
 
-class ReplicaSumByPieces(ReplicaSum):
-    """The same with one piece for each rank, as a reduce-scatter and a gather in one slot.
-
-    Stage 1: each rank has posted the others' pieces; it sums its own and lays the sum into the
-    place of that piece in its own slot. Stage 2: the others copy it from there.
-    """
+class ReplicaSumByPieces(SumByPieces):
+    """The same with one piece for each rank."""
 
     def __init__(self, mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> None:
-        size = bucket.replicate.size
-        self._piece = -(-out.numel() // (size * _PIECE_ALIGN)) * _PIECE_ALIGN
-        self._slots: dict[int, SlotView] = {}
-        super().__init__(mailbox, bucket, out)
+        super().__init__(mailbox, bucket, out.numel())
+        self._result = out
+        self._slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
+        self.post_foreign([out])
 
-    def lacks(self, index: int) -> bool:
-        if not self._slots:
-            return super().lacks(index)
-        return any(self.indices[r] == index and slot.stage < 2 for r, slot in self._slots.items())
-
-    def advance(self) -> bool:
-        with torch.no_grad():
-            if not self._slots:
-                if not self.all_posted():
-                    return False
-                self._slots = self.slots(self._out.numel(), 0)
-                self._show_own_piece()
-            if any(slot.stage < 2 for slot in self._slots.values()):
-                return False
-            self.mailbox.domain.order()
-            for r, slot in self._slots.items():
-                start, stop = self._span(r)
-                self._out[start:stop].copy_(self._payload(slot, start, stop))
-        self.acknowledge(self._slots)
-        return True
-
-    def _show_own_piece(self) -> None:
-        start, stop = self._span(self.rank)
-        self._sum(self._slots, start, stop)
-        self._payload(self._slot, start, stop).copy_(self._out[start:stop])
-        self.mailbox.domain.order()
-        self._slot.stage = 2
-        self.mailbox.domain.doorbell.ring()
-
-    def _foreign_spans(self) -> list[tuple[int, int]]:
-        start, stop = self._span(self.rank)
-        return [(0, start), (stop, self._out.numel())]
-
-    def _span(self, rank: int) -> tuple[int, int]:
-        numel = self._out.numel()
-        return min(rank * self._piece, numel), min((rank + 1) * self._piece, numel)
+    def sum_own(self, start: int, stop: int) -> None:
+        parts = {r: self.row(slot, 0, start, stop) for r, slot in self._slots.items()}
+        sum_of_ranks(self._result[start:stop], self.rank, parts)
 
 
-def sum_over_replicas(mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> ReplicaSum:
+def sum_over_replicas(mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> Exchange:
     """The faster of both kinds; all replicas choose alike, since they hold the same layout."""
     by_pieces = bucket.replicate.size > 2 and out.numel() * out.itemsize > _PIECES_FROM_BYTES
     return (ReplicaSumByPieces if by_pieces else ReplicaSum)(mailbox, bucket, out)

@@ -16,6 +16,15 @@ import torch
 TILE_BYTES = 1 << 20
 
 
+def sum_of_ranks(
+    own: torch.Tensor, rank: int, parts: dict[int, torch.Tensor], scale: float = 1.0
+) -> None:
+    """Add the others' parts, by rank, to this rank's, in the order of the ranks."""
+    before = [part for r, part in parts.items() if r < rank]
+    after = [part for r, part in parts.items() if r > rank]
+    sum_in_order(own, before, after, scale)
+
+
 def sum_in_order(
     out: torch.Tensor, before: list[torch.Tensor], after: list[torch.Tensor], scale: float = 1.0
 ) -> None:
