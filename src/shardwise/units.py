@@ -18,7 +18,7 @@ _SIZES = {
 
 def parse_size(text: str) -> int | None:
     """Bytes of "32MiB", "1.5 GB", "4096"; None when it is no size."""
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _SIZES:
         return None
     return int(float(match[1]) * _SIZES[match[2].lower()])

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -24,6 +25,7 @@ import shardwise
 
 OURS = ("auto", "c10d")
 ENGINES = ("torch", *OURS)
+engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 @functools.cache

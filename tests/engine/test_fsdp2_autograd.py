@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn as nn
 from fsdp2_kit import (
-    ENGINES,
     TwoLayer,
     both,
     close,
+    engines,
     fs,
     inputs,
     mean_gradients,
@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 
 from ranks import on_ranks
 
-engines = pytest.mark.parametrize("engine", ENGINES)
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn as nn
 from fsdp2_kit import (
-    ENGINES,
     TwoLayer,
     both,
     close,
+    engines,
     fs,
     inputs,
     mean_gradients,
@@ -26,8 +26,6 @@ from fsdp2_kit import (
 from torch.distributed._composable import checkpoint as composable_checkpoint
 
 from ranks import on_ranks
-
-engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 # -- lists ---------------------------------------------------------------------------------------

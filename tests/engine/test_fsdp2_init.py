@@ -14,6 +14,7 @@ from fsdp2_kit import (
     OURS,
     TwoLayer,
     both,
+    engines,
     fs,
     inputs,
     mean_gradients,
@@ -27,8 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ranks import on_ranks
-
-engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 # -- cuts ----------------------------------------------------------------------------------------

@@ -8,16 +8,14 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from fsdp2_kit import ENGINES, TwoLayer, both, close, fs, inputs, mesh_of, shard_tower, tower
+from fsdp2_kit import TwoLayer, both, close, engines, fs, inputs, mesh_of, shard_tower, tower
 from torch.distributed.tensor import Shard
 
 from ranks import on_ranks
 
-engines = pytest.mark.parametrize("engine", ENGINES)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 

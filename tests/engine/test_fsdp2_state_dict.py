@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from fsdp2_kit import ENGINES, TwoLayer, both, fs, inputs, mesh_of, shard_tower, tower
+from fsdp2_kit import TwoLayer, both, engines, fs, inputs, mesh_of, shard_tower, tower
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,8 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ranks import on_ranks
-
-engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 def whole_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:

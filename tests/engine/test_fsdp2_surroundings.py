@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fsdp2_kit import (
-    ENGINES,
     OURS,
     both,
     close,
+    engines,
     inputs,
     mean_gradients,
     mesh_of,
@@ -23,8 +23,6 @@ from fsdp2_kit import (
 from torch.utils.data import DataLoader
 
 from ranks import on_ranks
-
-engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 def step(model: Any, plain: Any, rank: int, number: int = 0) -> None:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 import torch.nn as nn
 from engine_kit import Blocks, make
 from fsdp2_kit import (
-    ENGINES,
     OURS,
     TwoLayer,
     both,
     close,
+    engines,
     fs,
     inputs,
     loss_of,
@@ -32,8 +32,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from ranks import on_ranks
-
-engines = pytest.mark.parametrize("engine", ENGINES)
 
 
 def largest_dim(param: nn.Parameter) -> Shard:

@@ -7,7 +7,6 @@ mistake (one line on stderr); 130 interrupted. Nothing here needs torch before a
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import signal
@@ -15,11 +14,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from shardwise.bench.engines import KINDS, OPTIONS, STRATEGIES, TRANSPORTS, parse_engines
 from shardwise.bench.workload import WORKLOADS, DecoderWorkload, Workload, workload_named
 from shardwise.errors import ConfigError
+from shardwise.train.options import CommandParser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,20 +37,6 @@ communication, and whether all of them train the same model.
   shardwise bench job.toml                                the model and data of `shardwise train`
   shardwise bench --engines shardwise:shard_grad_op:c10d,fsdp2:keep,floor
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    """Mistakes become a `ConfigError`, one line, with the nearest option."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            word = unknown.split()[0]
-            known = [option for action in self._actions for option in action.option_strings]
-            close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "shardwise bench --help lists options"
-            raise ConfigError(f"{word}: unknown option; {hint}")
-        raise ConfigError(message.removeprefix("argument "))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     engines = "\n".join(f"  {name:16}{kind.about}" for name, kind in KINDS.items())
     options = "\n".join(f"  {name:16}{text}" for name, text in OPTIONS.items())
     strategies = f"  {'shardwise:':16}{', '.join((*TRANSPORTS, *STRATEGIES[:4]))}"
-    result = _Parser(
+    result = CommandParser(
         prog="shardwise bench",
         description=_ABOUT,
         epilog=f"engines:\n{engines}\ntheir options, behind colons:\n{strategies}\n{options}",

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.units import parse_size
+
 if TYPE_CHECKING:
     from shardwise.checkpoint.source import Source
 
@@ -58,12 +60,10 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> int:
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
-    number = text.upper().rstrip("KMGB")
-    unit = text.upper()[len(number) :]
-    if not number.isdecimal() or unit not in units or int(number) < 1:
+    size_bytes = parse_size(text)
+    if not size_bytes:
         raise argparse.ArgumentTypeError(f"expected a size such as 5GB, found {text!r}")
-    return int(number) * units[unit]
+    return size_bytes
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -10,11 +10,12 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from shardwise.doctor.plan import STRATEGIES, TRANSPORTS, Plan, Row
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
+from shardwise.train.options import CommandParser
 
 _Name = TypeVar("_Name", bound=str)
 _ABOUT = """\
@@ -27,13 +28,8 @@ the trainer with plain PyTorch on a small version of the job, on this machine's 
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
-
-
 def parser() -> argparse.ArgumentParser:
-    result = _Parser(
+    result = CommandParser(
         prog="shardwise verify",
         description=_ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,

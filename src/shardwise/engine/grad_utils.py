@@ -17,7 +17,7 @@ from shardwise.comm.board import all_reduce
 from shardwise.engine.finite import check_norm
 from shardwise.engine.ordered_norm import Rows, ordered_norm
 from shardwise.engine.spread import cuts_dim
-from shardwise.engine.state import units_in
+from shardwise.engine.state import sharded_units, units_in
 from shardwise.engine.sum_order import order_of
 
 
@@ -27,11 +27,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     Settings are put back also when the body raises. Nests.
     """
-    units = units_in(model)
-    if not units:
-        raise ValueError(
-            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
-        )
+    units = sharded_units(model)
     before = [unit.requires_sync for unit in units]
     for unit in units:
         unit.requires_sync = False

@@ -27,7 +27,7 @@ import torch.nn as nn
 from shardwise.engine.context import Context
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.module import adopt_if_new
-from shardwise.engine.state import units_in
+from shardwise.engine.state import sharded_units, units_in
 from shardwise.engine.wire import Wire, enter_all, leave_all
 
 T = TypeVar("T")
@@ -143,13 +143,7 @@ def _contexts(models: Sequence[nn.Module]) -> list[Context]:
     found = []
     for model in models:
         adopt_if_new(model)
-        units = units_in(model)
-        if not units:
-            raise ValueError(
-                f"join: {type(model).__name__} holds no sharded module; call "
-                "shardwise.fully_shard before"
-            )
-        found += [unit.context for unit in units]
+        found += [unit.context for unit in sharded_units(model)]
     return list({id(context): context for context in found}.values())
 
 

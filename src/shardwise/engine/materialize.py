@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 
-from shardwise.engine.state import units_in
+from shardwise.engine.state import sharded_units
 
 _INITIALISERS = ("reset_parameters", "init_weights", "init_parameters")
 
@@ -40,11 +40,7 @@ def materialize(
     Raises:
         RuntimeError: a module has no way to initialise what it holds; names module and parameters.
     """
-    units = units_in(model)
-    if not units:
-        raise ValueError(
-            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
-        )
+    units = sharded_units(model)
     target = torch.device(device) if device is not None else units[0].mesh.device
     waiting = {name: held for name, m in model.named_modules() if (held := _meta_names(m))}
     for name in waiting:

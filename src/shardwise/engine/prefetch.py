@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch.nn as nn
 
-from shardwise.engine.state import sharded_modules, unit_of, units_in
+from shardwise.engine.state import sharded_modules, sharded_units, unit_of
 from shardwise.layout import Lifetime
 
 if TYPE_CHECKING:
@@ -127,11 +127,7 @@ def set_prefetch(
         ValueError: no module is sharded, the limit is too small, or a strategy keeps whole
             parameters, for which no limit can be held.
     """
-    units = units_in(model)
-    if not units:
-        raise ValueError(
-            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
-        )
+    units = sharded_units(model)
     if gather_limit is not None:
         _check_limit(model, units, gather_limit)
     for unit in units:

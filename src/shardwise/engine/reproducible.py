@@ -34,7 +34,7 @@ import torch.nn as nn
 
 from shardwise.comm.board import all_reduce
 from shardwise.engine.reproducible_checks import check_run, written_buffers
-from shardwise.engine.state import units_in
+from shardwise.engine.state import sharded_units
 from shardwise.engine.sum_order import SumOrder
 from shardwise.errors import EngineError
 from shardwise.layout.tree import Schedule
@@ -77,7 +77,7 @@ class ReproducibleRun:
 
     # -- on and off ------------------------------------------------------------------------------
     def __enter__(self) -> ReproducibleRun:
-        units = units_in(self._model)
+        units = sharded_units(self._model)
         check_run(self._model, units, self._optimizer, (self.num_micro_batches, self.seed))
         mesh = units[0].mesh
         schedule = Schedule(self.num_micro_batches, mesh.replicate.size, mesh.shard.size)

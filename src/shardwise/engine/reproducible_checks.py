@@ -36,10 +36,6 @@ def check_run(
     settings: tuple[int, ...],
 ) -> None:
     """Raises ValueError with all that stands against a reproducible run of `model`."""
-    if not units:
-        raise ValueError(
-            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
-        )
     if any(unit.sum_order is not None for unit in units):
         raise ValueError("this model is in a reproducible run already; leave that one first")
     found = [*_modules(model), *_units(units), *_optimizer(optimizer)]

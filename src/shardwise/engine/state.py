@@ -57,6 +57,16 @@ def units_in(module: Any, recurse: bool = True) -> list[Unit]:
     return list(found.values())
 
 
+def sharded_units(model: nn.Module) -> list[Unit]:
+    """`units_in`; ValueError where there is none."""
+    units = units_in(model)
+    if not units:
+        raise ValueError(
+            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
+        )
+    return units
+
+
 def sharded_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleState]]:
     """All sharded modules at and below `root`, with their names."""
     for name, module in root.named_modules():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn as nn
 
-from shardwise.engine.state import units_in
+from shardwise.engine.state import sharded_units
 from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
@@ -108,11 +108,7 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     Raises:
         ValueError: no module is sharded, or a unit has parameters that the optimizer lacks.
     """
-    units = units_in(model)
-    if not units:
-        raise ValueError(
-            f"{type(model).__name__} holds no sharded module; call shardwise.fully_shard before"
-        )
+    units = sharded_units(model)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for unit in units:
         for param in unit.params:

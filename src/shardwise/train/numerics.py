@@ -28,7 +28,7 @@ from shardwise.engine.reproducible import (
     set_deterministic,
 )
 from shardwise.engine.reproducible_checks import check_run, numerics_of
-from shardwise.engine.state import units_in
+from shardwise.engine.state import sharded_units
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
 
@@ -54,7 +54,7 @@ def check(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if config.run.reproducible != "any_world":
         return
     try:
-        check_run(model, units_in(model), optimizer, settings(config))
+        check_run(model, sharded_units(model), optimizer, settings(config))
     except ValueError as error:
         raise ConfigError(f"run.reproducible: {error}") from None
 
