@@ -38,8 +38,9 @@ class Attributes:
         self._num_names = -1
         self._suspects: list[tuple[str, weakref.ref[nn.Module], str]] = []
 
-    def view_of(self, storages: set[int]) -> str | None:
-        """ "module.attribute" of a tensor over one of the storages (data pointers)."""
+    @property
+    def could_hold(self) -> bool:
+        """Whether any attribute is worth a look."""
         num_names = 0
         for _, ref in self._modules:
             module = ref()
@@ -47,6 +48,12 @@ class Attributes:
                 num_names += len(module.__dict__)
         if num_names != self._num_names:
             self._look_anew(num_names)
+        return bool(self._suspects)
+
+    def view_of(self, storages: set[int]) -> str | None:
+        """ "module.attribute" of a tensor over one of the storages (data pointers), of what
+        `could_hold` found.
+        """
         for where, ref, key in self._suspects:
             module = ref()
             if module is not None and _is_over(module.__dict__.get(key), storages):

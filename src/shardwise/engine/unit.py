@@ -468,7 +468,7 @@ class Unit:
 
     def _check_kept_views(self) -> None:
         """A module's attribute that looks into memory which is released now."""
-        if self.attributes is None or not self.is_held:
+        if self.attributes is None or not self.is_held or not self.attributes.could_hold:
             return
         where = self.attributes.view_of({a for b in self.buckets for a in b.addresses()})
         if where is not None:

@@ -68,8 +68,10 @@ class Strategy:
 
     @property
     def defers_reduction(self) -> bool:
-        """True when micro-batches before the last one keep partial gradients (ZeRO-1)."""
-        return self.shard is not None and self.shard.gradient is Placed.PARTIAL
+        """Whether micro-batches before the last one should run under `no_sync`: each rank holds
+        whole gradients anyway, so one reduction may serve the step (ZeRO-1, DDP).
+        """
+        return self.shard is None or self.shard.gradient is Placed.PARTIAL
 
     @property
     def splits_replicas(self) -> bool:

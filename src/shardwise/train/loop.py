@@ -28,6 +28,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.board import all_reduce
 from shardwise.engine.reproducible import ReproducibleRun
 from shardwise.errors import NonFiniteError, TrainingError
+from shardwise.layout import strategy_named
 from shardwise.train import numerics
 from shardwise.train.config import Config, resolved_strategy
 from shardwise.train.config_file import config_as_dict
@@ -157,10 +158,8 @@ def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
     """All micro-batches of this rank; returns the means of what the model logs."""
     batches = list(_micro_batches(job, order))
     config = job.config
-    reduce_once = config.optim.in_backward or resolved_strategy(config) in (
-        "no_shard",
-        "shard_optimizer",
-    )
+    strategy = strategy_named(resolved_strategy(config))
+    reduce_once = config.optim.in_backward or strategy.defers_reduction
     sums: dict[str, Tensor] = {}
     for i, indices in enumerate(batches):
         batch = _to_device(job.data.train.batch(indices), job.device)
