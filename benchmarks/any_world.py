@@ -1,16 +1,19 @@
 """Are the numbers the same on any number of ranks, and what does that cost?
 
-    python benchmarks/any_world.py [--short | --quick] [--parts ...] [--json PATH]
+    python benchmarks/any_world.py [--short | --quick] [--parts ...] [--json PATH] [--folder DIR]
 
-1. The same job (`run.reproducible = any_world`, clipping on, vocabulary 97, 45 hidden rows) with 8
-   and with 12 micro-batches a step on 1, 2, 3, 4 and 8 ranks, under every strategy, on both
-   transports: `loss`, `grad_norm`, `val_loss` of every step compared bit by bit, and a hash of all
-   weights at the end. Beside it the same job with reproducible = off, which is expected to differ.
+1. The same job (`run.reproducible = any_world`, clipping on, vocabulary 97, layers of 26 and of 13
+   rows) with 8 and with 12 micro-batches a step on 1, 2, 3, 4 and 8 ranks, under every strategy, on
+   both transports, in float32; some of it in bf16, with dropout, with recomputed activations.
+   `loss`, `grad_norm`, `val_loss` of every step are compared bit by bit with those of one rank
+   (which recomputes nothing), and a hash of all weights at the end. Beside it the same job with
+   reproducible = off, which is expected to differ.
 2. 2 ranks to step 20, resumed on 4 ranks to step 35, resumed on 1 rank to step 50.
 3. Seconds of a step, `off` beside `any_world`, in turns in the same processes.
 
-Exits with 1 if any number of 1 or 2 differs. `--short`: 12 settings instead of about 60.
-`--quick`: few settings and steps, to test this file.
+Exits with 1 if any number of 1 or 2 differs or is missing. PATH is written after every job. With
+`--folder`, jobs that ended are kept there, and another call with the same commit does the rest.
+`--short`: 12 settings instead of about 75. `--quick`: few settings and steps, to test this file.
 """
 
 from __future__ import annotations
@@ -18,13 +21,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
-import platform
+import shutil
+import signal
+import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +41,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
 import shardwise as sw
+from shardwise.bench.machine import describe
+from shardwise.checkpoint import store
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.train.config import DecoderConfig
@@ -46,7 +55,7 @@ from shardwise.train.job import train
 from shardwise.train.metrics import read_metrics
 
 STRATEGIES = ("full_shard", "shard_grad_op", "shard_optimizer", "no_shard")
-KEYS = ("loss", "grad_norm", "val_loss")
+ALWAYS, SOMETIMES = ("loss", "grad_norm"), ("val_loss",)  # keys of a row of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -59,11 +68,19 @@ class Setting:
     transport: str
     dtype: str = "float32"
     level: str = "any_world"
+    dropout: bool = False
+    recompute: bool = False  # activations
 
     @property
     def name(self) -> str:
-        return "-".join(str(v) for v in (self.level, self.num, "on", self.world, self.strategy,
-                                         self.transport, self.dtype))  # fmt: skip
+        words = [self.level, self.num, "on", self.world, self.strategy, self.transport, self.dtype]
+        words += ["dropout"] * self.dropout + ["recompute"] * self.recompute
+        return "-".join(map(str, words))
+
+    @property
+    def first(self) -> Setting:
+        """What it has to equal."""
+        return replace(self, world=1, strategy="full_shard", transport="c10d", recompute=False)
 
 
 def few(num: int) -> list[Setting]:
@@ -93,10 +110,29 @@ def settings(quick: bool, short: bool = False) -> list[Setting]:
     bf16 = [s for s in found if s.num == 12 and s.strategy in ("full_shard", "hybrid_shard")]
     found += [replace(s, dtype="bfloat16") for s in bf16 if s.transport != "c10d" or s.world == 1]
     found += [Setting(w, 12, "full_shard", "c10d", level="off") for w in (1, 2, 3)]
+    wide = {"num": 12, "transport": "shared_memory", "dropout": True, "recompute": True}
+    for dtype in ("float32", "bfloat16"):
+        some = [
+            Setting(w, strategy=strategy, dtype=dtype, **wide)  # type: ignore[arg-type]
+            for w, strategy in ((2, "shard_optimizer"), (3, "full_shard"), (4, "hybrid_shard"),
+                                (8, "full_shard"))
+            if not quick or w < 4
+        ]  # fmt: skip
+        found += [some[0].first, replace(some[0].first, recompute=True), *some]
     return found
 
 
 # -- jobs on ranks -------------------------------------------------------------------------------
+def decoder_with_dropout(options: dict[str, Any]) -> nn.Module:
+    """A model of `model.kind`."""
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(**options), 32)
+    for block in model.blocks:
+        block.feed_forward = nn.Sequential(block.feed_forward, nn.Dropout(0.1))
+    model.norm = nn.Sequential(model.norm, nn.Dropout(0.1))
+    return model
+
+
 class StopAfter:
     """A request to stop in the n-th step of this process."""
 
@@ -123,13 +159,15 @@ def run_job(setting: Setting, folder: Path, steps: int, stop_after: int | None =
     values = {
         "run.dir": folder, "run.device": "cpu", "run.reproducible": setting.level,
         "data.source": folder.parent / "tokens.npy", "data.seq_len": 32,
-        "model.dim": 32, "model.layers": 2, "model.heads": 2, "model.hidden": 45,
+        "model.kind": "any_world:decoder_with_dropout" if setting.dropout else "decoder",
+        "model.dim": 26, "model.layers": 2, "model.heads": 1, "model.hidden": 13,
         "model.vocab_size": 97, "train.micro_batch": 2, "train.global_batch": 2 * setting.num,
         "train.steps": steps, "train.grad_clip": 0.5, "train.eval_every": max(1, steps // 2),
         "train.eval_samples": 10, "shard.strategy": setting.strategy,
         "shard.transport": setting.transport, "shard.param_dtype": setting.dtype,
+        "shard.activation_checkpointing": "full" if setting.recompute else "none",
         "mesh.replicate": 2 if setting.strategy == "hybrid_shard" else 1,
-        "checkpoint.every": 0, "log.every": 10_000,
+        "checkpoint.every": 0, "checkpoint.rehearsal": "false", "log.every": 10_000,
     }  # fmt: skip
     CheckpointManager.save = save_and_hash  # type: ignore[method-assign]
     try:
@@ -153,7 +191,7 @@ def jobs_main(rank: int, world: int, folder: str, todo: list[Any], port: int) ->
     join(rank, world, port)
     for setting, directory, steps, stop_after in todo:
         digest = run_job(setting, Path(folder, directory), steps, stop_after)
-        if rank == 0:
+        if rank == 0 and stop_after is None:  # the mark of a job that ended
             Path(folder, directory, "hash").write_text(digest)
     leave()
 
@@ -172,57 +210,96 @@ def leave() -> None:
     os._exit(0)
 
 
-def on_ranks(world: int, body: Any, *args: Any) -> None:
-    import socket
-
+def on_ranks(
+    world: int, body: Any, *args: Any, meanwhile: Callable[[], None] = lambda: None
+) -> None:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    mp.spawn(body, (world, *args, port), nprocs=world)
+    ranks = mp.start_processes(
+        body, (world, *args, port), nprocs=world, join=False, start_method="forkserver"
+    )
+    assert ranks is not None
+    try:
+        while not ranks.join(timeout=5):
+            meanwhile()
+    finally:
+        for process in ranks.processes:
+            process.kill()
 
 
 # -- 1 and 2: identical -------------------------------------------------------------------------
 def numbers_of(folder: Path) -> dict[str, Any]:
     rows = read_metrics(folder / "metrics.jsonl")
-    steps = [[float(row[key]).hex() for key in KEYS if key in row] for row in rows]
+    steps = [
+        [float(row[key]).hex() for key in (*ALWAYS, *(k for k in SOMETIMES if k in row))]
+        for row in rows
+    ]
     return {"steps": steps, "weights": (folder / "hash").read_text()}
 
 
-def compare(folder: Path, quick: bool, short: bool) -> list[dict[str, Any]]:
-    steps = 4 if quick else 50
-    found = settings(quick, short)
-    for world in sorted({s.world for s in found}):
-        todo = [(s, s.name, steps, None) for s in found if s.world == world]
-        print(f"{len(todo)} jobs of {steps} steps on {world} rank(s)", file=sys.stderr, flush=True)
-        on_ranks(world, jobs_main, str(folder), todo)
-    rows = []
+def ended(folder: Path, setting: Setting) -> bool:
+    return (folder / setting.name / "hash").exists()
+
+
+def run_jobs(folder: Path, found: list[Setting], steps: int, report: Callable[[], None]) -> None:
+    """All that have not ended yet: those on one rank, that others are compared with, then float32
+    on all numbers of ranks, then the rest."""
+    groups: dict[tuple[bool, int], list[Setting]] = {}
     for setting in found:
-        first = replace(setting, world=1, strategy="full_shard", transport="c10d")
-        got, want = numbers_of(folder / setting.name), numbers_of(folder / first.name)
-        equal = sum(a == b for a, b in zip(got["steps"], want["steps"], strict=True))
-        rows.append({
-            "setting": setting.name, "world": setting.world, "micro_batches": setting.num,
-            "level": setting.level, "equal_steps": equal, "steps": len(want["steps"]),
-            "weights": got["weights"], "weights_equal": got["weights"] == want["weights"],
-        })  # fmt: skip
-    return rows
+        if not ended(folder, setting):
+            late = setting.world > 1 and (setting.dtype != "float32" or setting.dropout)
+            groups.setdefault((late, setting.world), []).append(setting)
+    for (_, world), left in sorted(groups.items()):
+        print(f"{len(left)} jobs of {steps} steps on {world} rank(s)", file=sys.stderr, flush=True)
+        for setting in left:
+            shutil.rmtree(folder / setting.name, ignore_errors=True)  # of an interrupted one
+        todo = [(s, s.name, steps, None) for s in left]
+        on_ranks(world, jobs_main, str(folder), todo, meanwhile=report)
 
 
-def resumed(folder: Path, quick: bool) -> dict[str, Any]:
-    """2 ranks, then 4, then 1, in one run directory."""
-    steps, first, second = (4, 2, 1) if quick else (50, 20, 15)
-    base = Setting(1, 12, "full_shard", "c10d")
-    for world, stop_after in ((2, first), (4, second), (1, None)):
-        strategy = "hybrid_shard" if world == 4 else "full_shard"
-        transport = "c10d" if world == 1 else "shared_memory"
-        setting = replace(base, world=world, strategy=strategy, transport=transport)
-        on_ranks(world, jobs_main, str(folder), [(setting, "resumed", steps, stop_after)])
-    got, want = numbers_of(folder / "resumed"), numbers_of(folder / base.name)
+def same(got: Path, want: Path, steps: int) -> dict[str, Any]:
+    """How far two jobs agree."""
+    ours, theirs = numbers_of(got), numbers_of(want)
+    pairs = zip(ours["steps"], theirs["steps"], strict=False)
+    whole = len(ours["steps"]) == len(theirs["steps"]) == steps
+    equal = sum(a == b for a, b in pairs) if whole else 0
     return {
-        "ranks": {"2": first, "4 (2x2 hybrid_shard)": first + second, "1": steps},
-        "equal_steps": sum(a == b for a, b in zip(got["steps"], want["steps"], strict=True)),
-        "steps": steps,
-        "weights_equal": got["weights"] == want["weights"],
+        "equal_steps": equal, "steps": steps, "weights": ours["weights"],
+        "weights_equal": ours["weights"] == theirs["weights"],
+    }  # fmt: skip
+
+
+def compare(folder: Path, found: list[Setting], steps: int) -> list[dict[str, Any]]:
+    """A row for each job that ended."""
+    return [
+        {
+            "setting": s.name, "world": s.world, "micro_batches": s.num, "level": s.level,
+            "dtype": s.dtype, **same(folder / s.name, folder / s.first.name, steps),
+        }
+        for s in found
+        if ended(folder, s) and ended(folder, s.first)
+    ]  # fmt: skip
+
+
+def resumed(folder: Path, steps: int, base: Setting) -> dict[str, Any]:
+    """2 ranks, then 4, then 1, in one run directory; compared with one rank that nobody stopped."""
+    name = f"resumed-{base.name}"
+    stops = (2, 1) if steps < 50 else (20, 15)
+    if not (folder / name / "hash").exists():
+        shutil.rmtree(folder / name, ignore_errors=True)
+        for world, stop_after in ((2, stops[0]), (4, stops[1]), (1, None)):
+            strategy = "hybrid_shard" if world == 4 else "full_shard"
+            transport = "c10d" if world == 1 else "shared_memory"
+            setting = replace(base, world=world, strategy=strategy, transport=transport)
+            on_ranks(world, jobs_main, str(folder), [(setting, name, steps, stop_after)])
+    if not ended(folder, base.first):
+        on_ranks(1, jobs_main, str(folder), [(base.first, base.first.name, steps, None)])
+    kept = store.list_checkpoints(folder / name / "checkpoints").complete
+    return {
+        "setting": base.name,
+        "checkpoints": [{"step": c.step, "ranks": c.world_size} for c in reversed(kept)],
+        **same(folder / name, folder / base.first.name, steps),
     }
 
 
@@ -298,44 +375,58 @@ def cost_main(rank: int, world: int, path: str, quick: bool, port: int) -> None:
     leave()
 
 
-def machine() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    return {
-        "cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "load": os.getloadavg(), "torch": torch.__version__, "commit": commit,
-        "date": time.strftime("%Y-%m-%d"), "threads_per_rank": 1,
-    }  # fmt: skip
+def keep_to_one_commit(folder: Path, commit: str) -> None:
+    """Jobs of two commits must not be compared."""
+    mark = folder / "commit"
+    if mark.exists() and mark.read_text() != commit:
+        sys.exit(f"{folder} holds jobs of commit {mark.read_text()}, this is {commit}")
+    mark.write_text(commit)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path)
     parser.add_argument("--parts", nargs="+", default=["identical", "resumed", "cost"])
     options = parser.parse_args()
-    result: dict[str, Any] = {"machine": machine()}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what has ended is reported
+    multiprocessing.set_forkserver_preload(["torch._dynamo", "shardwise.train.job"])
     with tempfile.TemporaryDirectory(prefix="any_world-") as name:
-        folder = Path(name)
+        folder = options.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        result: dict[str, Any] = {"machine": describe()}
+        keep_to_one_commit(folder, result["machine"]["commit"])
         tokens = np.random.default_rng(0).integers(0, 97, 40_000).cumsum() % 97
         np.save(folder / "tokens.npy", tokens.astype(np.uint16))
-        if "cost" in options.parts:
-            on_ranks(2, cost_main, str(folder / "cost.json"), options.quick)
-            result["cost"] = json.loads((folder / "cost.json").read_text())
-        if "identical" in options.parts:
-            result["identical"] = compare(folder, options.quick, options.short)
+        steps = 4 if options.quick else 50
+        found = settings(options.quick, options.short) if "identical" in options.parts else []
+
+        def report() -> None:
+            result["identical"] = compare(folder, found, steps)
+            result["missing"] = len(found) - len(result["identical"])
+            rows = result["identical"] + result.get("resumed", [])
+            promised = [row for row in rows if row.get("level") != "off"]
+            result["all_equal"] = not result["missing"] and all(
+                row["weights_equal"] and row["equal_steps"] == row["steps"] for row in promised
+            )
+            if options.json is not None:
+                draft = options.json.with_suffix(".new")
+                draft.write_text(json.dumps(result, indent=1) + "\n")
+                draft.replace(options.json)
+
+        try:
+            run_jobs(folder, found, steps, report)
             if "resumed" in options.parts:
-                result["resumed"] = resumed(folder, options.quick)
-    promised = [r for r in result.get("identical", ()) if r["level"] == "any_world"]
-    promised += [result["resumed"]] if "resumed" in result else []
-    result["all_equal"] = all(
-        r["weights_equal"] and r["equal_steps"] == r["steps"] for r in promised
-    )
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+                plain = Setting(1, 12, "full_shard", "c10d")
+                bases = (plain, replace(plain, dtype="bfloat16", dropout=True, recompute=True))
+                result["resumed"] = [resumed(folder, steps, base) for base in bases]
+            if "cost" in options.parts:
+                on_ranks(2, cost_main, str(folder / "cost.json"), options.quick)
+                result["cost"] = json.loads((folder / "cost.json").read_text())
+        finally:
+            report()
     print(json.dumps(result))
     return 0 if result["all_equal"] else 1
 
