@@ -50,14 +50,16 @@ SIZES = {
     "data.seq_len": 32,
     "train.global_batch": 8,
     "train.micro_batch": 4,
-    "train.eval_every": 100000,
+    "train.eval_every": 0,
+    "optim.schedule": "constant",  # the number of steps is known at the end only
     "checkpoint.every": EVERY,
     "run.device": "cpu",
 }
 REHEARSAL = (".rehearsal_", ".saving_.rehearsal_")
 SAVE = (".saving_step_", ".deleting_")
 # What a kill waits for, and how long it may then wait on: about as long as that lasts.
-AIMS = {"save": 0.15, "load": 0.15, "step": 1.0, "any": 8.0}
+AIMS = {"save": 0.05, "load": 0.05, "step": 1.0, "any": 8.0}
+ENDLESS, MORE_STEPS = 10**6, 10  # while it is killed, and after the last kill
 
 
 class PromiseError(Exception):
@@ -172,8 +174,8 @@ class Start:
 
     def _check_alive(self) -> None:
         if (code := self.launcher.poll()) is not None:
-            text = "raise --steps" if code == 0 else self.log.read_text()
-            raise PromiseError(f"the job ended by itself with exit code {code}: {text}")
+            text = self.log.read_text()
+            raise PromiseError(f"the job ended by itself with exit code {code}:\n{text}")
 
     def check_beginning(self, newest: int) -> bool:
         """Whether it told where it began, which has to be `newest`; it may have been killed
@@ -211,12 +213,12 @@ def check_left(run: Path, before: int) -> tuple[int, int]:
     return step, len(list((run / "checkpoints").glob(".*")))
 
 
-def kill_once(run: Path, steps: int, kills: list[Kill], draw: random.Random) -> tuple[Kill, bool]:
+def kill_once(run: Path, kills: list[Kill], draw: random.Random) -> tuple[Kill, bool]:
     """A start and its end; whether it said where it began."""
     before, background = kills[-1].newest if kills else 0, len(kills) % 2 == 1
     # There is nothing to load before the first checkpoint.
     aim = draw.choice([name for name in AIMS if before or name != "load"])
-    start = Start(run, steps, background)
+    start = Start(run, ENDLESS, background)
     try:
         moment, whom, took_s = start.kill_at(aim, draw)
     finally:
@@ -280,24 +282,24 @@ def check_coverage(kills: list[Kill]) -> dict[str, dict[str, int]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=0, help="0: 40 for each kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    steps, draw = options.steps or 40 * options.kills, random.Random(options.seed)
+    draw = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp(prefix="kill_loop_"))
     kills: list[Kill] = []
-    result: dict[str, Any] = {"machine": describe(), "seed": options.seed, "steps": steps}
-    result |= {"holds": False, "starts_that_said_where_they_continue": 0}
+    result: dict[str, Any] = {"machine": describe(), "seed": options.seed, "holds": False}
+    result["starts_that_said_where_they_continue"] = 0
     try:
         while len(kills) < options.kills:
-            kill, told = kill_once(folder / "run", steps, kills, draw)
+            kill, told = kill_once(folder / "run", kills, draw)
             kills.append(kill)
             result["starts_that_said_where_they_continue"] += told
             print(f"{len(kills)}: {kill}", file=sys.stderr, flush=True)
             report(options.json, result, kills)
         result |= check_coverage(kills)
+        steps = kills[-1].newest + MORE_STEPS
         for name in ("run", "whole"):
             last = Start(folder / name, steps, background=False)
             try:

@@ -3,12 +3,13 @@ on another; refusals."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jobs import run_job
+from jobs import TINY, run_job
 
 from ranks import run_ranks
 from shardwise.errors import ConfigError
@@ -101,3 +102,88 @@ def test_what_breaks_the_promise_is_refused(tmp_path: Path) -> None:
         load(**{"train.global_batch": "50", "train.micro_batch": "16"})
     with pytest.raises(ConfigError, match="everywhere"):
         load(**{"run.reproducible": "everywhere"})
+
+
+# -- data ----------------------------------------------------------------------------------------
+DRAWN = """
+import os
+import torch
+from torch import nn
+
+class Samples:
+    "Noisy pairs; `how` says where the noise comes from."
+    def __init__(self, how):
+        self.how, self.own = how, torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        x = torch.full((4,), float(index)) / 48
+        if self.how == "by_rank":
+            return x + float(os.environ["RANK_OF_TEST"]), x.sum()
+        return x + torch.rand(4, generator=self.own if self.how == "by_read" else None), x.sum()
+
+def datasets(section):
+    how = os.environ["HOW_OF_TEST"]
+    return Samples(how), Samples(how)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 13), nn.Linear(13, 1)
+
+    def forward(self, batch):
+        x, y = batch
+        return (self.down(self.up(x)).squeeze(1) - y).square().mean()
+
+def build(options):
+    return Model()
+"""
+
+
+def drawn_job(rank: int, world: int, directory: str, how: str, options: dict[str, Any]) -> None:
+    folder = Path(directory).parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOW_OF_TEST", how)
+        patch.setenv("RANK_OF_TEST", str(rank))
+        patch.syspath_prepend(str(folder))
+        patch.delitem(sys.modules, "drawn", raising=False)
+        own = {"model__kind": "drawn:build", "data__source": "drawn:datasets"}
+        options = {"config_file": folder / "drawn.toml", **own, **ANY, **options}
+        job(rank, world, directory, options)
+
+
+def refused_data(rank: int, world: int, directory: str, how: str, text: str, level: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        drawn_job(rank, world, directory, how, {"run__reproducible": level})
+    assert not Path(directory).exists()  # before the first write
+
+
+def write_drawn(folder: Path) -> None:
+    (folder / "drawn.py").write_text(DRAWN)
+    train = {k.removeprefix("train."): v for k, v in TINY.items() if k.startswith("train.")}
+    lines = "\n".join(f"{key} = {value}" for key, value in train.items())
+    (folder / "drawn.toml").write_text(f"[train]\n{lines}\n")
+
+
+def test_samples_that_draw_from_the_streams(tmp_path: Path) -> None:
+    """Augmentation, of the evaluation's samples too: the same on any number of ranks."""
+    write_drawn(tmp_path)
+    rows = []
+    for world in (1, 3):
+        directory = tmp_path / str(world)
+        run_ranks(world, drawn_job, str(directory), "by_stream", {}, timeout_s=120.0)
+        found = read_metrics(directory / "metrics.jsonl")
+        rows.append([{key: row[key] for key in KEYS if key in row} for row in found])
+    assert rows[0] == rows[1]
+    assert [row["step"] for row in rows[0] if "val_loss" in row] == [4, 8]
+
+
+@pytest.mark.parametrize("level", ["same_world", "any_world"])
+def test_samples_that_differ_are_refused(tmp_path: Path, level: str) -> None:
+    write_drawn(tmp_path)
+    again = r"data.source: sample \d+ is another one when it is read again"
+    run_ranks(1, refused_data, str(tmp_path / "run"), "by_read", again, level)
+    elsewhere = r"data.source: sample \d+ is another one on rank 1"
+    run_ranks(2, refused_data, str(tmp_path / "run"), "by_rank", elsewhere, level)

@@ -2,7 +2,7 @@
 
 Each finding names the thing and the remedy; all are raised together. The list of optimizers holds
 those whose step was measured to give the same bits however a parameter is cut
-(tests/engine/test_ordered_optimizers.py): they work element by element.
+(tests/engine/test_reproducible.py): they work element by element.
 """
 
 from __future__ import annotations

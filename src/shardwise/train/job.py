@@ -67,6 +67,7 @@ def build_job(
     config, search_dir = loaded.config, loaded.path.parent if loaded.path else None
     numerics.set_up(config)
     data = ranks.on_each(lambda: open_data(config, search_dir))
+    numerics.check_data(config, data, ranks)
     model = ranks.on_each(lambda: build_model(config, search_dir))
     manager = CheckpointManager(
         run_dir.checkpoints,

@@ -206,6 +206,7 @@ def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
     for at in range(rank, -(-len(batches) // world) * world, world):
         indices = batches[at] if at < len(batches) else batches[0]
         weight = len(indices) if at < len(batches) else 0
+        numerics.begin_evaluation_batch(job.config, job.step, at)
         outputs = outputs_of(job.model(_to_device(held_out.batch(indices), job.device)))
         rows.append({name: float(value) * weight for name, value in outputs.items()})
     names = sorted(rows[0])

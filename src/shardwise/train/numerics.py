@@ -1,8 +1,8 @@
 """`run.reproducible`: what a job does so that its numbers can be had again.
 
     off          nothing
-    same_world   kernels that may differ from run to run are errors; a resume must have the same
-                 ranks, threads, torch and processor
+    same_world   kernels that may differ from run to run are errors, and so are samples that differ
+                 from read to read; a resume must have the same ranks, threads, torch and processor
     any_world    the same, on any number of ranks: `shardwise.reproducible` around the steps, and
                  evaluation cut by index
 
@@ -13,6 +13,7 @@ every micro-batch has its own.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -26,11 +27,17 @@ from shardwise.engine.reproducible import (
     reproducible,
     restore_deterministic,
     set_deterministic,
+    set_streams,
+    stream_seed,
 )
 from shardwise.engine.reproducible_checks import check_run, numerics_of
 from shardwise.engine.state import sharded_units
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
+from shardwise.train.data import Data
+from shardwise.train.order import SampleOrder
+
+_NUM_READ = 8  # samples that are read twice at the start
 
 
 def set_up(config: Config) -> None:
@@ -59,6 +66,60 @@ def check(config: Config, model: nn.Module, optimizer: torch.optim.Optimizer) ->
         raise ConfigError(f"run.reproducible: {error}") from None
 
 
+def check_data(config: Config, data: Data, ranks: Ranks) -> None:
+    """ConfigError where a sample is another one when it is read again, or on another rank.
+
+    Looks at the first samples of the run. Before each, random streams are set as a step sets them:
+    samples may draw from those. Collective.
+    """
+    if config.run.reproducible == "off":
+        return
+    num = min(_NUM_READ, config.train.micro_batch)
+    indices = SampleOrder(len(data.train), config.run.seed).indices(0, num)
+
+    def read() -> list[str]:
+        found = []
+        for at in range(num):
+            set_streams(config.run.seed)
+            found.append(_digest(data.train.batch(indices[at : at + 1])))
+        return found
+
+    all_read = ranks.on_all(lambda: (read(), read()))
+    for rank, (first, again) in enumerate(all_read):
+        for at, index in enumerate(indices):
+            if first[at] == again[at] == all_read[0][0][at]:
+                continue
+            how = "when it is read again" if first[at] != again[at] else f"on rank {rank}"
+            text = (
+                f"data.source: sample {index} is another one {how}; under run.reproducible a "
+                "sample may depend on its index and on the streams of torch, random and numpy only"
+            )
+            raise ranks.agreed(ConfigError(text))
+
+
+def _digest(batch: Any) -> str:
+    """Of all that a batch holds."""
+    digest = hashlib.sha256()
+
+    def take(value: Any) -> None:
+        digest.update(type(value).__name__.encode())
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype}{list(value.shape)}".encode())
+            digest.update(value.detach().flatten().contiguous().view(torch.uint8).numpy().data)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                digest.update(repr(key).encode())
+                take(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                take(item)
+        else:
+            digest.update(repr(value).encode())
+
+    take(batch)
+    return digest.hexdigest()
+
+
 @contextlib.contextmanager
 def reproducing(
     config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -76,6 +137,13 @@ def reproducing(
             restore_deterministic(before)
     else:
         yield None
+
+
+def begin_evaluation_batch(config: Config, step: int, at: int) -> None:
+    """Gives batch `at` of an evaluation random streams of its own, whichever rank runs it."""
+    if config.run.reproducible == "any_world":
+        num, seed = settings(config)  # of the step; the stream `num` is what follows it
+        set_streams(stream_seed(seed, step, num + 1 + at))
 
 
 # -- across a resume -----------------------------------------------------------------------------
