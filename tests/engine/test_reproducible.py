@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn as nn
 from engine_kit import ConvNorm, full, grid, line, make, weights_of
+from mesh_kit import named_mesh, shard_layers, stack
 from order_kit import Odd, Plan, loss_of, optimizer_of, train
+from torch.distributed.tensor import Shard, distribute_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
@@ -298,10 +300,60 @@ def test_what_breaks_the_promise_is_refused_at_the_start(rank: int, world: int) 
     model = sw.fully_shard(nn.Linear(4, 4), **options)
     model.set_custom_reduce_scatter(lambda **_: None)
     refused(model, "set_custom_reduce_scatter: sums go through")
+    model = sw.fully_shard(nn.Linear(4, 4), **options)
+    model.set_custom_all_gather(lambda **_: None)
+    refused(model, "set_custom_all_gather: sums go through")
+    model = sw.fully_shard(nn.Linear(4, 4), **options)
+    model.set_requires_all_reduce(False)
+    refused(model, "gradient synchronisation is off")
+    model = sw.fully_shard(nn.Linear(4, 4), **options)
+    model.weight.register_post_accumulate_grad_hook(lambda p: None)
+    refused(model, "weight: has a gradient hook")
+    model = sw.fully_shard(nn.Linear(4, 4), **options)
+    sw.step_in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    refused(model, "step_in_backward leaves no gradients to sum")
+    model = sw.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)), **options)
+    refused(model, r"1 \(SyncBatchNorm\): takes statistics over all ranks")
     with pytest.raises(ValueError, match="holds no sharded module"):
         sw.reproducible(nn.Linear(4, 4), num_micro_batches=2).__enter__()
     with pytest.raises(ValueError, match="num_micro_batches: expected at least 1, found 0"):
         sw.reproducible(model, num_micro_batches=0)
+
+
+class OwnMesh(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.expert = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+@on_ranks(4)
+def test_other_meshes_are_refused(rank: int, world: int) -> None:
+    """Tensor parallel, a unit on a mesh of its own, a parameter on a mesh of its own."""
+    tensor = named_mesh(dp=2, tp=2)
+    model = shard_layers(sw.fully_shard, stack(tensor["tp"]), mesh=tensor["dp"])
+    refused(model, r"up.weight: is a DTensor on other dims too \(tensor parallel\)")
+    model = distribute_module(nn.Linear(4, 4), tensor)
+    sw.fully_shard(model, mesh=tensor, dp_mesh_dims=sw.DataParallelMeshDims(shard="dp"))
+    refused(model, r"its mesh \(.*\) has a dim without data parallelism \(tensor parallel\)")
+    mesh = named_mesh(edp=2, ep=2)
+    whole = mesh._flatten("everyone")
+    for expert_mesh in (mesh["edp"], mesh):
+        model = make(OwnMesh)
+        sw.fully_shard(model.expert, mesh=expert_mesh)
+        refused(
+            sw.fully_shard(model, mesh=whole), "unit 'Linear': is on another mesh than 'OwnMesh'"
+        )
+    for expert_mesh in (mesh["edp"], mesh):
+        model = make(OwnMesh)
+        own = set(model.expert.parameters())
+        sw.fully_shard(
+            model,
+            mesh=whole,
+            shard_placement_fn=lambda p, own=own, mesh=expert_mesh: (
+                sw.ShardPlacementResult(Shard(0), mesh) if p in own else None
+            ),
+        )
+        refused(model, "expert.weight: is on another mesh than the rest of unit 'OwnMesh'")
 
 
 @on_ranks(2)
@@ -349,6 +401,13 @@ def test_misuse_inside_a_run(rank: int, world: int) -> None:
         with pytest.raises(EngineError, match="global_mean"):
             for _ in run.micro_batches(0):
                 sw.global_mean(loss_of(model, 0, 0), 3).backward()
+        joined = iter(sw.join(model, range(1 + rank), mode="continue"))
+        next(joined)
+        next(joined)  # rank 0 has run out
+        with pytest.raises(EngineError, match=r"join\(\) in a reproducible run"):
+            for _ in run.micro_batches(0):
+                loss_of(model, 0, 0).backward()
+        assert list(joined) == []
     counting = sw.fully_shard(Counts(), mesh=line(world))
     with (
         sw.reproducible(counting, num_micro_batches=2) as run,

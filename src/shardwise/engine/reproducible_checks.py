@@ -64,9 +64,9 @@ def _units(units: list[Unit]) -> Iterator[str]:
         mesh = unit.mesh
         if (mesh.shard.ranks, mesh.replicate.ranks) != (first.shard.ranks, first.replicate.ranks):
             yield f"unit {unit.name!r}: is on another mesh than {units[0].name!r}; use one mesh"
-        elif mesh.mesh.size() != mesh.world:
+        elif mesh.spmd is not None and mesh.spmd.size() != mesh.world:
             yield (
-                f"unit {unit.name!r}: its mesh {mesh.mesh.mesh_dim_names} has a dim without data "
+                f"unit {unit.name!r}: its mesh {mesh.spmd.mesh_dim_names} has a dim without data "
                 "parallelism (tensor parallel), over which partial products are summed. Use data "
                 "parallel dims only"
             )
@@ -91,6 +91,14 @@ def _settings(unit: Unit) -> Iterator[str]:
 
 def _buckets(unit: Unit) -> Iterator[str]:
     for bucket in unit.buckets:
+        # Those of the unit, or whole on all of its ranks (parameters without dims).
+        if bucket.mesh.world != unit.mesh.world or (
+            bucket.mesh.shard.size not in (1, unit.mesh.shard.size)
+        ):
+            yield (
+                f"{bucket.params[0].name}: is on another mesh than the rest of unit {unit.name!r}, "
+                "so its gradients are sums over other ranks; use one mesh"
+            )
         if not isinstance(bucket.transport, TreeTransport):
             yield (
                 f"unit {unit.name!r}: transport {bucket.transport.name!r} cannot sum in tree "
@@ -107,6 +115,11 @@ def _buckets(unit: Unit) -> Iterator[str]:
                 "reduce_dtype=torch.float32 in MixedPrecisionPolicy"
             )
         for param in bucket.params:
+            if unit.mesh.spmd is None and param.spread.mesh.size() != bucket.mesh.world:
+                yield (
+                    f"{param.name}: is a DTensor on other dims too (tensor parallel), over which "
+                    "partial products are summed. Use data parallel dims only"
+                )
             if tensor_hooks(param.sharded) or post_accumulate_hooks(param.sharded):
                 yield f"{param.name}: has a gradient hook, which sees one rank's rows; remove it"
 
