@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run_benchmark(name: str, *options: str) -> dict[str, Any]:
+def run_benchmark(name: str, *options: str, code: int = 0) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / name), *options],
         capture_output=True,
@@ -21,7 +22,7 @@ def run_benchmark(name: str, *options: str) -> dict[str, Any]:
         timeout=110,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -49,8 +50,23 @@ def test_meta_init_benchmark_reports_every_rank() -> None:
 
 
 @pytest.mark.slow
-def test_numbers_on_any_number_of_ranks() -> None:
-    result = run_benchmark("any_world.py", "--quick", "--parts", "identical")
-    assert result["all_equal"]
+def test_numbers_on_any_number_of_ranks(tmp_path: Path) -> None:
+    folder, file = tmp_path / "jobs", tmp_path / "result.json"
+    options = ("--quick", "--parts", "identical", "--folder", str(folder), "--json", str(file))
+    result = run_benchmark("any_world.py", *options)
+    assert result["all_equal"] and json.loads(file.read_text()) == result
     levels = {row["level"]: row for row in result["identical"] if row["world"] == 3}
     assert levels["any_world"]["weights_equal"] and not levels["off"]["weights_equal"]
+
+    # One bit of one number makes it fail. Jobs that have ended are not run again.
+    changed = "any_world-12-on-3-full_shard-c10d-float32"
+    metrics = folder / changed / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows[2]["grad_norm"] = math.nextafter(rows[2]["grad_norm"], math.inf)
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = run_benchmark("any_world.py", *options, code=1)
+    assert not result["all_equal"] and not result["missing"]
+    promised = [row for row in result["identical"] if row["level"] == "any_world"]
+    differing = {row["setting"]: row for row in promised if row["equal_steps"] != row["steps"]}
+    assert differing.keys() == {changed}
+    assert (differing[changed]["equal_steps"], differing[changed]["weights_equal"]) == (3, True)

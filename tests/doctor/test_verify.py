@@ -28,6 +28,7 @@ import os
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
+from shardwise.comm.tree_sum import TreeSum
 
 def datasets(section):
     x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -84,6 +85,24 @@ class Forgetful(Sound):
 class TwoDraws(Sound):
     def hidden(self, x):
         return torch.tanh(self.up(x)) + torch.randn(8)
+
+class Unseeded(Sound):
+    def hidden(self, x):
+        generator = torch.Generator()
+        generator.seed()
+        return super().hidden(x) * (1 + 0.1 * torch.rand(8, generator=generator))
+
+class LosingTransport(Sound):
+    "One element of what micro-batch 1 sends to rank 0 is lost: that of down.bias."
+    def __init__(self):
+        super().__init__()
+        put = TreeSum.put
+        def lose(tree, leaf, data, counts):
+            if leaf == 1 and os.environ["RANK"] == "0":
+                data = data.clone()
+                data[-1] = 0
+            put(tree, leaf, data, counts)
+        TreeSum.put = lose
 
 def build(options):
     return globals()[options["which"]]()
@@ -147,6 +166,16 @@ def test_a_branch_on_the_rank_fails_and_is_named(tmp_path: Path, capsys: Any) ->
     assert rows["2 engine: 1 rank, full_shard, auto"]["result"] == "PASS"
 
 
+def test_a_gradient_that_a_transport_loses_fails_and_is_named(tmp_path: Path, capsys: Any) -> None:
+    code, rows = verify(capsys, str(job(tmp_path, "LosingTransport")), *SMALL)
+    assert code == 1
+    failed = rows["3 ranks: 2 ranks, full_shard, c10d"]
+    assert failed["result"] == "FAIL"
+    assert failed["detail"].startswith("step 1: gradient of down.bias[0] is ")
+    assert failed["detail"].endswith(" (1 of 1 elements differ)")
+    assert rows["2 engine: 1 rank, full_shard, auto"]["result"] == "PASS"
+
+
 def test_batch_norm_fails_and_the_rest_is_compared_with_a_tolerance(
     tmp_path: Path, capsys: Any
 ) -> None:
@@ -170,6 +199,7 @@ def test_batch_norm_fails_and_the_rest_is_compared_with_a_tolerance(
         ("TwoDraws", 2, "SKIP", "draws random numbers"),
         ("Outside", 1, "FAIL", "scales[0]: takes part in the loss"),
         ("Forgetful", 0, "FAIL", "weight of up.weight["),
+        ("Unseeded", 0, "FAIL", "weight of up.weight["),
     ],
 )
 @pytest.mark.usefixtures("torch_as_it_was")
