@@ -136,6 +136,7 @@ class Start:
             if time.monotonic() > deadline:
                 raise PromiseError(f"no {aim} within 240 s:\n{self.log.read_text()}")
             self._check_alive()
+            time.sleep(0.001)
         time.sleep(draw.uniform(0.0, AIMS[aim]))
         self._check_alive()
         ranks, killed_one = self.ranks(), draw.random() < 0.5
