@@ -454,6 +454,22 @@ def test_a_kernel_that_differs_from_run_to_run_is_named(rank: int, world: int) -
             model(x).sum().backward()
 
 
+@on_ranks(1)
+def test_cublas_is_to_be_told_before_it_starts(
+    rank: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is refused leaves the model out of it."""
+    model = sw.fully_shard(nn.Linear(4, 4), mesh=line(world))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with monkeypatch.context() as pretended:
+        pretended.setattr(torch.cuda, "is_available", lambda: True)
+        with pytest.raises(ValueError, match="CUBLAS_WORKSPACE_CONFIG is not set"):
+            sw.reproducible(model, num_micro_batches=1).__enter__()
+    assert not torch.are_deterministic_algorithms_enabled()
+    with sw.reproducible(model, num_micro_batches=1):
+        assert torch.are_deterministic_algorithms_enabled()
+
+
 def usual(rank: int, world: int) -> float:
     """Without the run, numbers do depend on the ranks: what the tests above compare is real."""
     plan = Plan(world, 12)

@@ -81,10 +81,10 @@ class ReproducibleRun:
         check_run(self._model, units, self._optimizer, (self.num_micro_batches, self.seed))
         mesh = units[0].mesh
         schedule = Schedule(self.num_micro_batches, mesh.replicate.size, mesh.shard.size)
+        self._deterministic = set_deterministic()  # may refuse: before a unit is in the run
         self._order = SumOrder(units, schedule, mesh.replicate.rank, mesh.shard.rank)
         for unit in units:
             unit.sum_order = unit.mark.sum_order = self._order
-        self._deterministic = set_deterministic()
         return self
 
     def __exit__(
