@@ -2,9 +2,9 @@
 
     python benchmarks/kill_loop.py [--kills 50] [--json FILE]
 
-A moment is drawn in a save, in a load, in the steps, or anywhere in a start; either one random rank
-is killed (the launcher has to end the others by itself), or all ranks and the launcher. The ranks
-are stopped first, so that their open files tell where the moment fell. After each kill:
+Kills aim in turn at a save, at a load, at the steps and at any moment of a start; either one random
+rank is killed (the launcher has to end the others by itself), or all ranks and the launcher. The
+ranks are stopped first, so that their open files tell where the moment fell. After each kill:
 
 - every checkpoint that counts is whole, the newest is not older than before, and of the steps that
   were done no more are lost than since the last save that was due: one interval of
@@ -41,12 +41,12 @@ from shardwise.checkpoint.importing import open_source
 from shardwise.train.metrics import read_metrics
 
 NUM_RANKS, EVERY = 2, 3
-# Checkpoints of 13 MB: saves and loads last long enough to be hit.
+# Checkpoints of 26 MB: saves and loads last long enough to be hit.
 SIZES = {
     "model.dim": 64,
     "model.layers": 2,
     "model.heads": 2,
-    "model.vocab_size": 8192,
+    "model.vocab_size": 16384,
     "data.seq_len": 32,
     "train.global_batch": 8,
     "train.micro_batch": 4,
@@ -58,7 +58,7 @@ SIZES = {
 REHEARSAL = (".rehearsal_", ".saving_.rehearsal_")
 SAVE = (".saving_step_", ".deleting_")
 # What a kill waits for, and how long it may then wait on: about as long as that lasts.
-AIMS = {"save": 0.05, "load": 0.05, "step": 1.0, "any": 8.0}
+AIMS = {"save": 0.02, "load": 0.02, "step": 1.0, "any": 8.0}
 ENDLESS, MORE_STEPS = 10**6, 10  # while it is killed, and after the last kill
 
 
@@ -216,9 +216,10 @@ def check_left(run: Path, before: int) -> tuple[int, int]:
 
 def kill_once(run: Path, kills: list[Kill], draw: random.Random) -> tuple[Kill, bool]:
     """A start and its end; whether it said where it began."""
-    before, background = kills[-1].newest if kills else 0, len(kills) % 2 == 1
-    # There is nothing to load before the first checkpoint.
-    aim = draw.choice([name for name in AIMS if before or name != "load"])
+    before, background = kills[-1].newest if kills else 0, draw.random() < 0.5
+    aim = tuple(AIMS)[len(kills) % len(AIMS)]
+    if aim == "load" and not before:  # there is nothing to load yet
+        aim = "any"
     start = Start(run, ENDLESS, background)
     try:
         moment, whom, took_s = start.kill_at(aim, draw)
