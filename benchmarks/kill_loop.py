@@ -1,6 +1,6 @@
 """`shardwise train` under kill -9 at random moments, started again each time until it is done.
 
-    python benchmarks/kill_loop.py [--kills 50] [--json FILE]
+    python benchmarks/kill_loop.py [--kills 50] [--json FILE] [--folder DIR]
 
 Kills aim in turn at a save, at a load, at the steps and at any moment of a start; either one random
 rank is killed (the launcher has to end the others by itself), or all ranks and the launcher. The
@@ -14,6 +14,9 @@ ranks are stopped first, so that their open files tell where the moment fell. Af
 At the end losses and norms of all steps, and weights, optimizer state and random state of the last
 checkpoint equal those of a run that nobody killed, bit for bit. Exits with 1 if anything of this
 does not hold, or if saves, loads, steps, single ranks or whole jobs were hit too rarely to say so.
+
+On SIGTERM it kills no more and goes to the end with the kills that it has. With `--folder` the run
+is kept, and another call with the same commit adds kills to it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -78,6 +82,7 @@ class Kill:
     done: int
     ended_after_s: float
     half_written: int
+    told: bool  # the start said where it continues
 
 
 class Start:
@@ -214,9 +219,10 @@ def check_left(run: Path, before: int) -> tuple[int, int]:
     return step, len(list((run / "checkpoints").glob(".*")))
 
 
-def kill_once(run: Path, kills: list[Kill], draw: random.Random) -> tuple[Kill, bool]:
-    """A start and its end; whether it said where it began."""
-    before, background = kills[-1].newest if kills else 0, draw.random() < 0.5
+def kill_once(run: Path, kills: list[Kill], draw: random.Random) -> Kill:
+    """A start and its end."""
+    before, _ = check_left(run, kills[-1].newest if kills else 0)
+    background = draw.random() < 0.5
     aim = tuple(AIMS)[len(kills) % len(AIMS)]
     if aim == "load" and not before:  # there is nothing to load yet
         aim = "any"
@@ -239,7 +245,8 @@ def kill_once(run: Path, kills: list[Kill], draw: random.Random) -> tuple[Kill, 
             raise PromiseError(
                 f"step {done} was done, {due} was to be saved, {newest} is the newest"
             )
-    return Kill(aim, moment, whom, background, newest, done, round(took_s, 2), half_written), told
+    took_s = round(took_s, 2)
+    return Kill(aim, moment, whom, background, newest, done, took_s, half_written, told)
 
 
 def numbers(run: Path) -> list[tuple[int, str, str]]:
@@ -284,46 +291,61 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    draw = random.Random(options.seed)
-    folder = Path(tempfile.mkdtemp(prefix="kill_loop_"))
-    kills: list[Kill] = []
-    result: dict[str, Any] = {"machine": describe(), "seed": options.seed, "holds": False}
-    result["starts_that_said_where_they_continue"] = 0
-    try:
-        while len(kills) < options.kills:
-            kill, told = kill_once(folder / "run", kills, draw)
-            kills.append(kill)
-            result["starts_that_said_where_they_continue"] += told
-            print(f"{len(kills)}: {kill}", file=sys.stderr, flush=True)
-            report(options.json, result, kills)
-        result |= check_coverage(kills)
-        steps = kills[-1].newest + MORE_STEPS
-        for name in ("run", "whole"):
-            last = Start(folder / name, steps, background=False)
-            try:
-                if last.launcher.wait(3600):
-                    raise PromiseError(f"the last start failed:\n{last.log.read_text()}")
-            finally:
-                last.end()
-            if name == "run" and not last.check_beginning(kills[-1].newest):
-                raise PromiseError("the last start did not say that it continues")
-        result["end"] = compare_ends(folder, steps)
-        result["holds"] = True
-    except PromiseError as error:
-        result["wrong"] = str(error)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        report(options.json, result, kills)
+    enough = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: enough.set())
+    with tempfile.TemporaryDirectory(prefix="kill_loop_") as name:
+        folder = options.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        result: dict[str, Any] = {"machine": describe(), "seed": options.seed, "holds": False}
+        try:
+            kills = earlier_kills(folder, result["machine"]["commit"])
+            while len(kills) < options.kills and not enough.is_set():
+                draw = random.Random(f"{options.seed}-{len(kills)}")
+                kills.append(kill_once(folder / "run", kills, draw))
+                print(f"{len(kills)}: {kills[-1]}", file=sys.stderr, flush=True)
+                kept = {"commit": result["machine"]["commit"], "kills": [asdict(k) for k in kills]}
+                (folder / "kills.json").write_text(json.dumps(kept))
+            result["num_kills"] = len(kills)
+            result["starts_that_said_where_they_continue"] = sum(k.told for k in kills)
+            result |= check_coverage(kills)
+            result["end"] = end(folder, kills)
+            result["holds"] = True
+        except PromiseError as error:
+            result["wrong"] = str(error)
+    if options.json is not None:
+        whole = {**result, "kills": [asdict(kill) for kill in kills]}
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "machine"}))
     return 0 if result["holds"] else 1
 
 
-def report(path: Path | None, result: dict[str, Any], kills: list[Kill]) -> None:
-    if path is not None:
-        whole = {**result, "kills": [asdict(kill) for kill in kills]}
-        path.write_text(json.dumps(whole, indent=1) + "\n")
+def earlier_kills(folder: Path, commit: str) -> list[Kill]:
+    """Those of another call."""
+    try:
+        kept = json.loads((folder / "kills.json").read_text())
+    except FileNotFoundError:
+        return []
+    if kept["commit"] != commit:
+        sys.exit(f"{folder} holds a run of commit {kept['commit']}, this is {commit}")
+    return [Kill(**kill) for kill in kept["kills"]]
+
+
+def end(folder: Path, kills: list[Kill]) -> dict[str, Any]:
+    """The last start, and the run that nobody kills."""
+    steps = kills[-1].newest + MORE_STEPS
+    shutil.rmtree(folder / "whole", ignore_errors=True)  # of a call before
+    for name in ("whole", "run"):
+        last = Start(folder / name, steps, background=False)
+        try:
+            if last.launcher.wait(3600):
+                raise PromiseError(f"the last start failed:\n{last.log.read_text()}")
+        finally:
+            last.end()
+    if kills[-1].newest and not last.check_beginning(kills[-1].newest):
+        raise PromiseError("the last start did not say that it continues")
+    return compare_ends(folder, steps)
 
 
 if __name__ == "__main__":

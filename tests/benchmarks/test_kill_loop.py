@@ -79,7 +79,7 @@ def test_ends_that_differ_are_seen(kill_loop: Any, tmp_path: Path) -> None:
 
 def test_too_few_moments_are_seen(kill_loop: Any) -> None:
     def kill(moment: str, whom: str) -> Any:
-        return kill_loop.Kill("any", moment, whom, False, 0, 0, 0.0, 0)
+        return kill_loop.Kill("any", moment, whom, False, 0, 0, 0.0, 0, False)
 
     kills = [kill(m, w) for m in ("save", "load", "step") for w in ("all", "rank 1")]
     assert kill_loop.check_coverage(kills)["moments"] == {"save": 2, "load": 2, "step": 2}
