@@ -133,7 +133,7 @@ def time_guards(model: Any) -> dict[str, float]:
     found["views that user code keeps, 1 look and 6 counts"] = call_us(
         unit._check_kept_views
     ) + 6 * call_us(lambda: storage_uses(state.storage))
-    versions = (state._version,) * len(state._fulls)
+    versions = state._versions
     found["version counters of released memory, 4x"] = 4 * call_us(
         lambda: set_versions(state._fulls, versions)
     )

@@ -5,10 +5,9 @@ Tested on every supported torch version by tests/test_torch_compat.py.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,16 +20,16 @@ from torch.distributed.tensor import DTensor
 # Sees every operator, the collectives of C++ reducers included; there is no public name.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
 
-_NOTHING = contextlib.nullcontext()
+T = TypeVar("T")
 
 # The id of the graph task that runs on this thread: tells "inside a backward" and which one. No
 # public API says so.
-_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of one
 
 
 def graph_task() -> int | None:
     """Id of the backward that runs on this thread, None outside of one."""
-    task = _graph_task_id()
+    task = graph_task_id()
     return None if task == -1 else task
 
 
@@ -43,27 +42,26 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def set_versions(tensors: tuple[torch.Tensor, ...], versions: tuple[int, ...]) -> None:
-    """Set version counters, which autograd compares when it unpacks saved tensors.
+# (tensors, versions): sets version counters, which autograd compares when it unpacks saved tensors.
+# `torch.autograd._unsafe_preserve_version_counter` is built on it, but only restores what it found.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
 
-    `torch.autograd._unsafe_preserve_version_counter` is built on the same call, but only restores
-    what it found.
+
+# Not None inside vmap, grad, jvp, ...: outputs are then wrapped, and tensor hooks do not reach the
+# plain tensors. No public name tells.
+functorch_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def outside_transforms(call: Callable[[], T]) -> T:
+    """`call()` without vmap, grad, jvp, ...: what the engine copies is no part of the function that
+    they transform, and inside of them a write into a captured buffer is an error.
     """
-    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
-
-
-def in_functorch_transform() -> bool:
-    """True inside vmap, grad, jvp, ...: outputs are then wrapped, and tensor hooks do not reach
-    the plain tensors.
-    """
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Suspends vmap, grad, jvp, ...: what the engine copies is no part of the function that they
-    transform, and inside of them a write into a captured buffer is an error.
-    """
-    return temporarily_clear_interpreter_stack() if in_functorch_transform() else _NOTHING
+    if functorch_transform() is None:
+        return call()
+    with temporarily_clear_interpreter_stack():
+        return call()
 
 
 def spec_of(tensor: Any) -> Any:
@@ -89,14 +87,37 @@ def new_dtensor(
     """
     if type(local) is not torch.Tensor or not local.storage_offset():
         return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
-    key = (local.dtype, local.device)
+    made = DTensor.__new__(
+        cls,
+        empty_like(local),
+        spec,
+        requires_grad=requires_grad,  # type: ignore[call-arg]
+    )
+    made._local_tensor = local
+    return made
+
+
+def new_dtensors(
+    cls: type[DTensor], locals_: Sequence[torch.Tensor], specs: Sequence[Any]
+) -> list[Any]:
+    """`new_dtensor` for several plain tensors of one dtype."""
+    empty = empty_like(locals_[0])
+    made = []
+    for local, spec in zip(locals_, specs, strict=True):
+        new: Any = DTensor.__new__(cls, empty, spec, requires_grad=False)  # type: ignore[call-arg]
+        new._local_tensor = local
+        made.append(new)
+    return made
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of no elements, one for each dtype and device."""
+    key = (tensor.dtype, tensor.device)
     empty = _EMPTY.get(key)
     if empty is None:
         with torch.inference_mode(False):
-            empty = _EMPTY[key] = torch.empty(0, dtype=local.dtype, device=local.device)
-    made = DTensor.__new__(cls, empty, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
-    made._local_tensor = local
-    return made
+            empty = _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty
 
 
 _EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -163,6 +184,16 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tens
     return tuple((tensor._post_accumulate_grad_hooks or {}).values())
 
 
+def add_accumulation_hook(
+    leaf: torch.Tensor, hook: Callable[[torch.Tensor], None]
+) -> tuple[dict[int, Callable[[torch.Tensor], None]], int]:
+    """Register a hook for when a gradient has been accumulated; returns the dict of such hooks and
+    the hook's place in it, where it may be replaced.
+    """
+    handle = leaf.register_post_accumulate_grad_hook(hook)
+    return leaf._post_accumulate_grad_hooks, handle.id  # type: ignore[return-value]
+
+
 def tensor_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], torch.Tensor | None]]:
     """The hooks that `register_hook` stored on a leaf."""
     return tuple((tensor._backward_hooks or {}).values())
@@ -176,12 +207,9 @@ def plain_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor)
 
 
-def foreach_copy(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy many tensors by one call, which costs the host 0.5 us for each; a loop over `copy_`
-    costs 2 to 3 us.
-    """
-    if destinations:
-        torch._foreach_copy_(destinations, sources)
+# (destinations, sources), none empty: one call for many tensors costs the host 0.5 us for each; a
+# loop over `copy_` 2 to 3 us.
+foreach_copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 
 
 def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
@@ -189,6 +217,13 @@ def chunk_cat(tensors: list[torch.Tensor], num_chunks: int, out: torch.Tensor) -
     where public ones take a view and a copy for each tensor.
     """
     torch._chunk_cat(tensors, 0, num_chunks, out=out)
+
+
+# (flat, like): views of a flat tensor, one after the other, in the shapes of `like`; none may be
+# empty. The public `torch.split` makes flat ones, and costs twice as much.
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], Sequence[torch.Tensor]] = (
+    torch._C._nn.unflatten_dense_tensors
+)
 
 
 # One call for many small tensors. torch.optim builds on these; there is no public name.
@@ -257,3 +292,11 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
     name.
     """
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+# What torch.distributed hands to a process group with an all-gather, or a reduce-scatter that sums.
+ALL_GATHER = torch._C._distributed_c10d.AllgatherOptions()
+ALL_GATHER.asyncOp = True
+REDUCE_SCATTER = torch._C._distributed_c10d.ReduceScatterOptions()
+REDUCE_SCATTER.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+REDUCE_SCATTER.asyncOp = True

@@ -115,10 +115,10 @@ def exchange(
     order = list(range(len(grads)))
     random.Random(transport._shard.rank).shuffle(order)
     for index in order:
-        assert not buffer.has(index)
+        assert not buffer.had[index]
         if grads[index] is not None:
             buffer.put(index, grads[index])
-            assert buffer.has(index)
+            assert buffer.had[index]
     handle = transport.reduce(bucket, buffer, out, scale)
     handle.wait()
     handle.wait()

@@ -10,6 +10,7 @@ from engine_kit import Mlp, Setting, batch, expected, loss_of, make, same_grads,
 
 import shardwise as sw
 from ranks import on_ranks
+from shardwise.engine.arrivals import Arrivals
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import BucketGrads, Reduction
@@ -25,12 +26,12 @@ def of_layer_1(bucket: BucketState) -> bool:
 
 def drop(patch: Any) -> None:
     """A gradient that the engine was told of goes nowhere."""
-    put = BucketGrads.put
-    patch.setattr(
-        BucketGrads,
-        "put",
-        lambda self, i, *more: None if of_layer_1(self.state) and i == 0 else put(self, i, *more),
-    )
+    put = BucketGrads.put_all
+
+    def forget_first(self: BucketGrads, arrived: Any) -> None:
+        put(self, [a for a in arrived if not of_layer_1(self.state) or a[0] != 0])
+
+    patch.setattr(BucketGrads, "put_all", forget_first)
 
 
 def reduce_nothing(patch: Any) -> None:
@@ -72,46 +73,40 @@ def deliver_nothing(patch: Any) -> None:
 
 
 def collect_twice(patch: Any) -> None:
-    put = BucketGrads.put
+    put = BucketGrads.put_all
 
-    def twice(self: BucketGrads, index: int, *more: Any) -> None:
-        put(self, index, *more)
-        if of_layer_1(self.state) and index == 0:
-            put(self, index, *more)
+    def twice(self: BucketGrads, arrived: Any) -> None:
+        put(self, [*arrived, *(a for a in arrived if of_layer_1(self.state) and a[0] == 0)])
 
-    patch.setattr(BucketGrads, "put", twice)
+    patch.setattr(BucketGrads, "put_all", twice)
 
 
 def hear_nothing_of_a_parameter(patch: Any) -> None:
     """A hook that is lost."""
-    watch = BucketState.watch_gradients
-
-    def deaf(self: BucketState, arrived: Any) -> int:
-        if of_layer_1(self):
-            self._hooked.add(0)
-        return watch(self, arrived)
-
-    patch.setattr(BucketState, "watch_gradients", deaf)
+    deafen(patch, {0})
 
 
 def hear_nothing_of_a_unit(patch: Any) -> None:
     """Neither hooks of the parameters nor the hook of the output: the backward seems never to
     come.
     """
-    hear_nothing_of_a_parameter(patch)
-    watch, pre = BucketState.watch_gradients, BackwardPass.pre_backward
-
-    def deaf(self: BucketState, arrived: Any) -> int:
-        if of_layer_1(self):
-            self._hooked.update(range(len(self.params)))
-        return watch(self, arrived)
-
-    patch.setattr(BucketState, "watch_gradients", deaf)
+    deafen(patch, {0, 1})
+    pre = BackwardPass.pre_backward
     patch.setattr(
         BackwardPass,
         "pre_backward",
         lambda self, unit: None if unit.name == "layers.1" else pre(self, unit),
     )
+
+
+def deafen(patch: Any, indices: set[int]) -> None:
+    hook = Arrivals._hook
+
+    def deaf(self: Arrivals, grads: BucketGrads, index: int, param: Any) -> None:
+        if not of_layer_1(self._state) or index not in indices:
+            hook(self, grads, index, param)
+
+    patch.setattr(Arrivals, "_hook", deaf)
 
 
 def keep(patch: Any) -> None:
@@ -169,8 +164,9 @@ def test_a_buffer_that_forgets(rank: int, world: int) -> None:
 
         def forgetful(*args: Any, grads: Any = grads, open_: Any = open_) -> None:
             open_(*args)
-            buffer, has = grads.buffer, type(grads.buffer).has
-            patch.setattr(type(buffer), "has", lambda s, j: has(s, j) and (s is not buffer or j))
+            buffer, had = grads.buffer, type(grads.buffer).had.fget
+            without = property(lambda s: (False, *had(s)[1:]) if s is buffer else had(s))
+            patch.setattr(type(buffer), "had", without)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grads, "open", forgetful)

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER
 from shardwise.comm import c10d_tree
 from shardwise.comm.order_check import OrderCheck
 from shardwise.comm.staging import (
@@ -42,6 +43,7 @@ from shardwise.comm.staging import (
 )
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
 from shardwise.comm.tree_sum import TreeSum
+from shardwise.comm.watch import ORIGINALS
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
@@ -61,6 +63,9 @@ _WIRE_DTYPES = frozenset(
 )
 
 
+_ABSENT = object()  # is no function's original
+
+
 class C10dTransport:
     """Moves buckets with the process groups of its two axes; see the module's docstring."""
 
@@ -74,6 +79,7 @@ class C10dTransport:
         self._device = torch.device("cpu")
         checks = (OrderCheck.of(axis) for axis in (shard, replicate))
         self._checks = [check for check in checks if check is not None]
+        self.watches_time = bool(self._checks)  # on the host, where that is what backends do
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
         if layout.world != self._shard.size:
@@ -84,6 +90,7 @@ class C10dTransport:
             )
         if device.type != "meta":
             self._device = device
+            self.watches_time = bool(self._checks) and device.type == "cpu"
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1
@@ -111,13 +118,7 @@ class C10dTransport:
             works = [self._issue(bucket, call, packed, shard, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _broadcast, plan.packing, packed)
-
-        def finish() -> None:
-            used_here(shard)
-            if staging is not None:
-                staging.unpack()
-
-        return _Issued(self, f"gather of {bucket.name}", works, finish)
+        return _Gather(self, bucket, works, shard, staging)
 
     def grad_buffer(
         self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
@@ -144,20 +145,13 @@ class C10dTransport:
         else:
             works = self._per_owner(bucket, _reduce, plan.packing, packed)
 
-        def finish() -> None:
-            used_here(packed)
-            if not plan.padded:
-                plan.unpack_own(packed, out)
-            staging.give_back()
-            _scale(out, scale)
-
-        return _Issued(self, f"reduce of {bucket.name}", works, finish)
+        return _Reduce(self, bucket, works, staging, out, scale)
 
     def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
             return DONE
         works = [self._issue(bucket, _all_reduce, out, bucket.replicate.group)]
-        return _Issued(self, f"all_reduce of {bucket.name}", works, None)
+        return _Issued(self, bucket, works, "all_reduce")
 
     def collect(
         self,
@@ -210,7 +204,7 @@ class C10dTransport:
 
     def wait_for(self, work: Any, what: str) -> None:
         """Wait on the host where that is what the backend does anyway, and watch the time."""
-        if self._checks and self._device.type == "cpu":
+        if self.watches_time:
             self._checks[-1 if what.startswith("all_reduce") else 0].wait(work, what)
         else:
             work.wait()
@@ -226,8 +220,10 @@ class C10dTransport:
             "read the logs of the other ranks first."
         )
 
-    def _handle(self, what: str, works: list[Any], finish: Callable[[], None]) -> Handle:
-        return _Issued(self, what, works, finish)
+    def _handle(
+        self, what: str, bucket: Bucket, works: list[Any], finish: Callable[[], None]
+    ) -> Handle:
+        return _Finished(self, bucket, works, what, finish)
 
     def _issue(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
         for check in self._checks:
@@ -250,31 +246,108 @@ class C10dTransport:
 
 
 class _Issued:
-    """Works that were issued, and what is left to do once they are complete."""
+    """Works that were issued, and what is left to do once they are complete (`_finish`)."""
 
-    __slots__ = ("_finish", "_transport", "_what", "_works")
+    __slots__ = ("_bucket", "_transport", "_what", "_works")
+
+    def __init__(
+        self, transport: C10dTransport, bucket: Bucket, works: list[Any], what: str
+    ) -> None:
+        self._transport, self._bucket, self._what = transport, bucket, what
+        self._works: list[Any] | None = works  # None: waited for
+
+    def wait(self) -> None:
+        works = self._works
+        if works is None:
+            return
+        transport = self._transport
+        try:
+            for work in works:
+                if transport.watches_time:
+                    transport.wait_for(work, f"{self._what} of {self._bucket.name}")
+                else:
+                    work.wait()
+        except (PeerTimeoutError, DivergenceError):
+            raise
+        except RuntimeError as error:
+            raise transport.failure(f"{self._what} of {self._bucket.name}", error) from error
+        self._works = None
+        self._finish()
+
+    def _finish(self) -> None:
+        return None
+
+
+class _Gather(_Issued):
+    __slots__ = ("_shard", "_staging")
 
     def __init__(
         self,
         transport: C10dTransport,
-        what: str,
+        bucket: Bucket,
         works: list[Any],
-        finish: Callable[[], None] | None,
+        shard: torch.Tensor,
+        staging: GatherStaging | None,
     ) -> None:
-        self._transport, self._what, self._works, self._finish = transport, what, works, finish
+        self._transport, self._bucket, self._what = transport, bucket, "gather"
+        self._works = works
+        self._shard, self._staging = shard, staging  # the collective reads and writes them
 
-    def wait(self) -> None:
-        try:
-            for work in self._works:
-                self._transport.wait_for(work, self._what)
-        except (PeerTimeoutError, DivergenceError):
-            raise
-        except RuntimeError as error:
-            raise self._transport.failure(self._what, error) from error
-        self._works = []
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+    def _finish(self) -> None:
+        if not self._shard.is_cpu:
+            used_here(self._shard)
+        if self._staging is not None:
+            self._staging.unpack()
+        del self._shard, self._staging
+
+
+class _Reduce(_Issued):
+    __slots__ = ("_out", "_scale", "_staging")
+
+    def __init__(
+        self,
+        transport: C10dTransport,
+        bucket: Bucket,
+        works: list[Any],
+        staging: ReduceStaging,
+        out: torch.Tensor,
+        scale: float,
+    ) -> None:
+        self._transport, self._bucket, self._what = transport, bucket, "reduce"
+        self._works = works
+        self._staging, self._out, self._scale = staging, out, scale
+
+    def _finish(self) -> None:
+        staging = self._staging
+        if not staging.packed.is_cpu:
+            used_here(staging.packed)
+        if not staging.plan.padded:
+            staging.plan.unpack_own(staging.packed, self._out)
+        staging.give_back()
+        _scale(self._out, self._scale)
+        del self._staging, self._out
+
+
+class _Finished(_Issued):
+    """With a function of its own for what is left."""
+
+    __slots__ = ("_then",)
+
+    def __init__(
+        self,
+        transport: C10dTransport,
+        bucket: Bucket,
+        works: list[Any],
+        what: str,
+        then: Callable[[], None],
+    ) -> None:
+        super().__init__(transport, bucket, works, what)
+        self._then: Callable[[], None] | None = then
+
+    def _finish(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
 
 def _scale(out: torch.Tensor, scale: float) -> None:
@@ -293,16 +366,24 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # Functions of torch.distributed are looked up at each call: tools count and replace them there. The
-# older names warn since 2.13, the newer ones do not exist before.
+# usual call goes to the process group at once, since the function takes as long again as the group
+# does. Older names warn since 2.13, newer ones do not exist before.
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(_wire(out), _wire(part), group=group, async_op=True)
+    if out.dtype not in _WIRE_DTYPES:
+        out, part = out.view(torch.uint8), part.view(torch.uint8)
+    call = getattr(dist, "all_gather_single", None)
+    if call is ORIGINALS.get("all_gather_single", _ABSENT) and group is not None:
+        return group.all_gather_single(out, part, ALL_GATHER)  # type: ignore[attr-defined]
+    return (call or dist.all_gather_into_tensor)(out, part, group=group, async_op=True)
 
 
 def _reduce_scatter(
     out: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Any:
-    call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    call = getattr(dist, "reduce_scatter_single", None)
+    if call is ORIGINALS.get("reduce_scatter_single", _ABSENT) and group is not None:
+        return group.reduce_scatter_single(out, packed, REDUCE_SCATTER)  # type: ignore[attr-defined]
+    call = call or dist.reduce_scatter_tensor
     return call(out, packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 

@@ -20,7 +20,7 @@ from shardwise.comm.transport import DONE, Bucket, Handle
 from shardwise.comm.tree_sum import TreeSum, fold_pieces
 
 Issue = Callable[..., Any]  # (bucket, call, *args) -> work, with the transport's own checks
-MakeHandle = Callable[[str, list[Any], Callable[[], None]], Handle]
+MakeHandle = Callable[[str, Bucket, list[Any], Callable[[], None]], Handle]
 
 
 def collect(
@@ -56,7 +56,7 @@ def collect(
         tree.keep()
         staging.give_back()
 
-    return handle(f"tree reduction of {bucket.name}", works, finish)
+    return handle("tree reduction", bucket, works, finish)
 
 
 def complete(issue: Issue, handle: MakeHandle, bucket: Bucket, tree: TreeSum) -> Handle:
@@ -92,7 +92,7 @@ def complete(issue: Issue, handle: MakeHandle, bucket: Bucket, tree: TreeSum) ->
         issue(bucket, _all_gather, whole, own, axis.group).wait()
         tree.result = whole[:numel]
 
-    return handle(f"all_reduce in tree order of {bucket.name}", works, finish)
+    return handle("all_reduce in tree order", bucket, works, finish)
 
 
 def _by_destination(

@@ -124,8 +124,9 @@ class OwnGrads:
         target.add_(own, alpha=self._pre_scale)
         self._arrived[index] = True
 
-    def has(self, index: int) -> bool:
-        return self._arrived[index]
+    @property
+    def had(self) -> tuple[bool, ...]:
+        return tuple(self._arrived)
 
     def discard(self) -> None:
         """`out` is the caller's."""

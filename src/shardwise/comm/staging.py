@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from shardwise.comm.transport import Bucket
 from shardwise.layout import Move, Packing, ReduceLayout, pack_grads, pack_shards
 
 BATCHED_BYTES = 2**18  # of gradients that are held until they are copied together
+
+# What is asked of all gradients is asked by one `map`, which stays in C.
+_dtype = attrgetter("dtype")
+_is_contiguous = torch.Tensor.is_contiguous
 
 # Arguments of as_strided: a matrix with one row per rank.
 Rows = tuple[tuple[int, int], tuple[int, int], int]
@@ -106,7 +111,8 @@ class GatherStaging:
 
     def unpack(self) -> None:
         """To the gathered buffer; the memory of this one goes back."""
-        used_here(self.packed)
+        if not self.packed.is_cpu:
+            used_here(self.packed)
         foreach_copy(self._targets, self._sources)
         self._pages.empty()
         self.is_free = True
@@ -272,10 +278,13 @@ class PackedGrads:
             return False
         grads = [held[index] for index in range(len(held))]
         dtype = grads[0].dtype
-        if not all(grad.dtype is dtype and grad.is_contiguous() for grad in grads):
+        if not all(map(is_, map(_dtype, grads), repeat(dtype))):
             return False
-        for grad in grads:
-            used_here(grad)
+        if not all(map(_is_contiguous, grads)):
+            return False
+        if not staging.packed.is_cpu:
+            for grad in grads:
+                used_here(grad)
         if staging.ones.dtype is not dtype:
             staging.ones = staging.ones.to(dtype)
         chunk_cat([*grads, staging.ones], self.plan.layout.world, staging.rows)
@@ -295,7 +304,8 @@ class PackedGrads:
             for move, target in self._staging.runs[index]:
                 sources.append(grad.view(move.size) if move.is_all else move.whole(grad))
                 targets.append(target)
-        foreach_copy(targets, sources)
+        if targets:
+            foreach_copy(targets, sources)
 
     def _copy(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         assert self._staging is not None
@@ -318,8 +328,9 @@ class PackedGrads:
             else:
                 target.copy_(source)
 
-    def has(self, index: int) -> bool:
-        return self._arrived[index]
+    @property
+    def had(self) -> tuple[bool, ...]:
+        return tuple(self._arrived)
 
     def discard(self) -> None:
         staging, self._staging, self._held = self._staging, None, {}
@@ -330,7 +341,8 @@ class PackedGrads:
         """Write what never arrived, the padding and the counts, and give the buffer away."""
         assert self._staging is not None, "a gradient buffer is reduced once"
         staging = self._staging
-        used_here(staging.packed)
+        if not staging.packed.is_cpu:
+            used_here(staging.packed)
         if len(self._held) == len(self._arrived) and self._concatenate():
             self._staging = None
             return staging

@@ -91,8 +91,9 @@ class GradBuffer(Protocol):
         """Gradient of `layout.params[index]`: full shape, any float dtype. A second one adds."""
         ...
 
-    def has(self, index: int) -> bool:
-        """True when `put` was called for it."""
+    @property
+    def had(self) -> tuple[bool, ...]:
+        """For which parameters `put` was called."""
         ...
 
     def discard(self) -> None:

@@ -28,7 +28,7 @@ _FUNCTIONS = (
     "reduce",
 )
 # Those that exist; torch before 2.13 lacks the names that end in "single".
-_ORIGINALS = {n: f for n in _FUNCTIONS if (f := getattr(distributed_c10d, n, None)) is not None}
+ORIGINALS = {n: f for n in _FUNCTIONS if (f := getattr(distributed_c10d, n, None)) is not None}
 _OTHER_REASONS = ("torch.utils.checkpoint", "torch.utils.flop_counter", "torch._", "torch.fx.")
 
 
@@ -44,5 +44,5 @@ def is_watched() -> bool:
 def replaced() -> list[str]:
     """Names of collectives in torch.distributed that somebody has replaced."""
     return [
-        name for name, original in _ORIGINALS.items() if getattr(dist, name, None) is not original
+        name for name, original in ORIGINALS.items() if getattr(dist, name, None) is not original
     ]

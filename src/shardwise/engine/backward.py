@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise._torch_compat import graph_task
+from shardwise._torch_compat import graph_task, graph_task_id
 from shardwise.comm.transport import is_unordered
 from shardwise.engine.backward_end import end_with, forget
-from shardwise.engine.bucket import BucketState
 from shardwise.engine.gradients import BucketGrads, Reduction
 from shardwise.engine.ledger import check_units, refresh, still_torn, torn_error
 from shardwise.engine.step_in_backward import UnitSteps
@@ -40,6 +39,8 @@ class BackwardPass:
         self._creates_graph = False
         self.torn = still_torn(context.torn) if context.torn else []
         context.torn = []
+        self._quiet: dict[Unit, None] = {}  # whose small gradients are looked for, see `arrivals`
+        self._recent: Unit | None = None  # the latest of them
         self._touched: dict[Unit, None] = {}
         self._complete: set[Unit] = set()
         self._issued: set[Unit] = set()
@@ -51,8 +52,8 @@ class BackwardPass:
         """Ask for the final callback, once for each graph task (reentrant checkpointing nests
         them).
         """
-        task = graph_task()
-        if task is not None and task not in self._watched:
+        task = graph_task_id()
+        if task not in self._watched and task != -1:
             self._watched.add(task)
             end_with(task, self)
 
@@ -62,31 +63,41 @@ class BackwardPass:
         if torch.is_grad_enabled():
             # create_graph: the graph under construction saves the full parameters.
             unit.in_double_backward = self._creates_graph = True
+        self._collect_of_all_but(unit)
         if unit not in self._touched:
             self._touched[unit] = None
             self.context.note("B", unit)
         self._release_done(unit)
+        if not self._creates_graph:
+            self._be_quiet(unit)
         unit.pre_backward()
         self.context.prefetch.backward_of(unit, self.context)
 
     def recomputing(self, unit: Unit) -> None:
         """A checkpointed forward runs again; units whose backward is over make room for it."""
+        self._collect_of_all_but(unit)
         self._release_done(unit)
 
     def input_done(self, unit: Unit) -> None:
         """The gradient of a call's input is complete, so nothing inside that call is left to run.
         Another call may be: of another module of a list, or of the same one in a chain.
         """
+        self._collect(unit)
         if not unit.in_double_backward and not unit.open_calls:
             unit.rest_after_backward()
 
-    def gradient_arrived(self, unit: Unit, bucket: BucketState, index: int) -> None:
-        self._touched.setdefault(unit, None)
-        if unit.arrived(bucket, index):
-            self._complete.add(unit)
-            if not unit.has_frozen and not unit.in_double_backward:
-                self._done_with.append(unit)
-            self._issue_ready()
+    def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
+        self._touched.setdefault(unit)
+        if unit.arrived(grads, index):
+            self.complete(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of a unit have arrived."""
+        self._be_heard(unit)
+        self._complete.add(unit)
+        if not unit.has_frozen and not unit.in_double_backward:
+            self._done_with.append(unit)
+        self._issue_ready()
 
     def _release_done(self, but: Unit) -> None:
         if self._done_with:
@@ -94,6 +105,30 @@ class BackwardPass:
             for unit in done:
                 if unit is not but:
                     unit.rest_after_backward()
+
+    def _be_quiet(self, unit: Unit) -> None:
+        """From its first gradient on; until the unit is complete, or the backward over."""
+        self._recent = unit
+        if unit not in self._quiet:
+            self._quiet[unit] = None
+            for grads in unit.grads:
+                grads.arrivals.be_quiet()
+
+    def _be_heard(self, unit: Unit) -> None:
+        if unit in self._quiet:
+            del self._quiet[unit]
+            for grads in unit.grads:
+                grads.arrivals.be_heard()
+
+    def _collect_of_all_but(self, unit: Unit) -> None:
+        """What is computed from here on is this unit's."""
+        recent = self._recent
+        if recent is not None and recent is not unit:
+            self._collect(recent)
+
+    def _collect(self, unit: Unit) -> None:
+        if unit in self._quiet and unit.collect():
+            self.complete(unit)
 
     # -- reducing --------------------------------------------------------------------------------
     def _issue_ready(self) -> None:
@@ -103,10 +138,12 @@ class BackwardPass:
         Units that this backward has not reached are passed over: theirs is another one, or none.
         """
         order = self.context.order
-        for unit in reversed(order[:]):
+        for unit in reversed(list(order)):
             if unit in self._complete:
-                order.remove(unit)
+                del order[unit]
                 self._issue(unit)
+                if not self._complete:
+                    return
             elif unit in self._touched:
                 break
         for unit in list(self._complete):
@@ -116,11 +153,13 @@ class BackwardPass:
     def _issue(self, unit: Unit) -> None:
         self._complete.discard(unit)
         self._issued.add(unit)
-        self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if unit.overlaps else 0)
+        overlaps = unit.overlaps
+        if self._in_flight:
+            self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if overlaps else 0)
         reductions = unit.issue_reductions()
         self._in_flight.extend(reductions)
         self.steps.issued(unit, reductions)
-        if not unit.overlaps:
+        if not overlaps:
             self._finish_all_but(0)
         if unit.stepper is not None:
             self._finish_done()
@@ -142,10 +181,17 @@ class BackwardPass:
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.popleft()
         unit = reduction.grads.state.unit()
-        with torch.no_grad(), unit.streams.lane("reduce"):
+        if unit.streams.is_async:
+            with torch.no_grad(), unit.streams.lane("reduce"):
+                reduction.finish()
+            unit.streams.wait(unit.streams.record("reduce"))
+        elif torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                reduction.finish()
+        else:
             reduction.finish()
-        unit.streams.wait(unit.streams.record("reduce"))
-        self.context.note("G", unit)
+        if self.context.log is not None:
+            self.context.note("G", unit)
         self.steps.delivered(unit)
 
     # -- the end ---------------------------------------------------------------------------------
@@ -165,6 +211,8 @@ class BackwardPass:
     def rest(self) -> None:
         """Release what is gathered."""
         self._done_with.clear()
+        for unit in list(self._quiet):
+            self._be_heard(unit)
         for unit in self.context.units:
             unit.num_uses = 0
             if not self._creates_graph:
@@ -177,12 +225,14 @@ class BackwardPass:
         it.
         """
         context = self.context
+        for unit in list(self._quiet):
+            self._collect(unit)
         for unit in context.units:
             if not unit.requires_sync:
                 unit.collect_left_gradients()
-        for unit in reversed(context.order[:]):
+        for unit in reversed(list(context.order)):
             if unit in self._touched or unit.has_unreduced:
-                context.order.remove(unit)
+                del context.order[unit]
                 self._issue_if_needed(unit)
         for unit in context.units:
             self._issue_if_needed(unit)
@@ -219,6 +269,8 @@ class BackwardPass:
         to their end first, since they write into buffers that would be freed.
         """
         forget(self)
+        for unit in list(self._quiet):
+            self._be_heard(unit)
         while self._in_flight:
             reduction = self._in_flight.popleft()
             if not is_unordered(reduction.grads.state.transport):

@@ -14,9 +14,8 @@ written since.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,14 +24,15 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of, set_versions, storage_uses
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
+from shardwise.engine.holders import Holder, holders_of
 from shardwise.engine.home import Home
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.shard_tensor import Mark, ShardTensor
-from shardwise.errors import EngineError
 from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy, middle_layout
 
-_NOTHING = contextlib.nullcontext()
+# What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
+_version = attrgetter("_version")
 
 
 class BucketState:
@@ -64,9 +64,10 @@ class BucketState:
         self.aliases = (
             layout.world == 1 and not layout.needs_cast and not self.offload and home is None
         )
-        self._hooked: set[int] = set()
+        self.num_forms = 0  # how often full or sharded forms were replaced
+        self._holders: tuple[Holder, ...] | None = None  # None: parameters or places have changed
         self._fulls: tuple[torch.Tensor, ...] = ()
-        self._version = 0  # of the full parameters when they were gathered
+        self._versions: tuple[int, ...] = ()  # of the full parameters when they were gathered
         self._own_uses = 0  # of the storage by engine and transport, see `kept_views`
         self._uses_before_gather = self._uses_behind_gather = 0
         self._uses_before = 0  # when a backward began
@@ -154,29 +155,9 @@ class BucketState:
         # Autograd saves the outer tensor of a DTensor, or the inner one where a module unwraps it.
         inner = [local_of(p.full) for p in self.params if isinstance(p.full, DTensor)]
         self._fulls = (*(param.full for param in self.params), *inner)
-        self._hooked.clear()
+        self.forget_forms()
         self._own_uses = self._uses_before_gather = storage_uses(self.storage)
         self.release()
-
-    def watch_gradients(self, arrived: Callable[[Any, int], None]) -> int:
-        """Call `arrived(bucket, index)` when autograd has put a gradient into a full parameter.
-        Returns the mask of those that get one.
-
-        The hooks hold the bucket weakly, so a model that is deleted frees its memory at once.
-        """
-        trainable = 0
-        for i, param in enumerate(self.params):
-            full, requires_grad = param.full, param.sharded.requires_grad
-            if full.requires_grad != requires_grad:
-                full.requires_grad_(requires_grad)
-            if requires_grad:
-                trainable |= 1 << i
-                if i not in self._hooked:
-                    full.register_post_accumulate_grad_hook(
-                        _arrival_hook(weakref.ref(self), i, arrived, self.unit)
-                    )
-                    self._hooked.add(i)
-        return trainable
 
     # -- moving ----------------------------------------------------------------------------------
     def gather(self) -> Handle:
@@ -189,10 +170,13 @@ class BucketState:
         shard = self.bucket.buffer
         if self.offload and self.home is None:
             shard = shard.to(self.mesh.device, non_blocking=True)
-        # Transports keep views from their first gather; made in inference mode they were of no use
-        # outside of it.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else _NOTHING:
-            self._uses_before_gather = storage_uses(self.storage)
+        self._uses_before_gather = storage_uses(self.storage)
+        if torch.is_inference_mode_enabled():
+            # Transports keep views from their first gather; made in inference mode they were of no
+            # use outside of it.
+            with torch.inference_mode(False):
+                handle = self.transport.gather(self.bucket, shard, self.out)
+        else:
             handle = self.transport.gather(self.bucket, shard, self.out)
         self.set_gathered_versions()
         return handle
@@ -262,19 +246,16 @@ class BucketState:
         return 0 if self.aliases else self.storage.nbytes()
 
     def set_gathered_versions(self) -> None:
-        self._version = version = 2 * self.mark.count
-        set_versions(self._fulls, (version,) * len(self._fulls))
+        self._versions = versions = (2 * self.mark.count,) * len(self._fulls)
+        set_versions(self._fulls, versions)
 
     def written_names(self) -> list[str]:
         """Parameters whose gathered copy was written in place since the gather."""
         if self.aliases or self.bucket is None:
             return []
-        version = self._version
-        for full in self._fulls:
-            if full._version != version:
-                break
-        else:
+        if tuple(map(_version, self._fulls)) == self._versions:
             return []
+        version = self._versions[0]
         return [
             p.name
             for p in self.params
@@ -301,6 +282,8 @@ class BucketState:
 
     def is_registered(self) -> bool:
         """True when every slot holds the sharded or the full form of its parameter."""
+        if all(holder.shows_shards for holder in self.holders):
+            return True
         for param in self.params:
             for parameters, name in param.slots:
                 held = parameters.get(name)
@@ -313,17 +296,29 @@ class BucketState:
         return True
 
     # -- registering -----------------------------------------------------------------------------
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """The modules that hold this bucket's parameters."""
+        if self._holders is None:
+            self._holders = holders_of(self.params)
+        return self._holders
+
+    def forget_places(self) -> None:
+        """The slots of parameters have changed."""
+        self._holders = None
+
+    def forget_forms(self) -> None:
+        """Full or sharded forms are others than before."""
+        self._holders = None
+        self.num_forms += 1
+
     def register_full(self) -> None:
-        for param in self.params:
-            full = param.full
-            for parameters, name in param.slots:
-                parameters[name] = full
+        for holder in self._holders or self.holders:
+            holder.parameters.update(holder.full)
 
     def register_sharded(self) -> None:
-        for param in self.params:
-            sharded = param.sharded
-            for parameters, name in param.slots:
-                parameters[name] = sharded
+        for holder in self._holders or self.holders:
+            holder.parameters.update(holder.sharded)
 
 
 def own_part(param: ShardedParam, origin: torch.Tensor) -> torch.Tensor:
@@ -359,23 +354,3 @@ def checked_local(param: ShardedParam, origin: DTensor) -> torch.Tensor:
             "the one it replaces"
         )
     return local
-
-
-def _arrival_hook(
-    bucket: weakref.ref[BucketState],
-    index: int,
-    arrived: Callable[[Any, int], None],
-    owner: Callable[[], Any],
-) -> Callable[[torch.Tensor], None]:
-    def hook(full: torch.Tensor) -> None:
-        state = bucket()
-        if state is not None:
-            arrived(state, index)
-        elif (unit := owner()) is not None and full.grad is not None:
-            full.grad = None
-            raise EngineError(
-                f"{unit.name}: this backward goes through a forward from before the unit was laid "
-                "out anew (parameters added, removed, moved or cast); run the backward first"
-            )
-
-    return hook

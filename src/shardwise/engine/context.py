@@ -22,12 +22,13 @@ from shardwise._torch_compat import graph_task
 from shardwise.comm.board import wait_for
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.backward_end import end_now
-from shardwise.engine.bucket import BucketState
+from shardwise.engine.gradients import BucketGrads
 from shardwise.engine.home import bring_up_to_date
 from shardwise.engine.ledger import Torn, torn_in
 from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.token_mean import count_of_backward
-from shardwise.engine.unit import OpenCall, Unit
+from shardwise.engine.unit import Unit
+from shardwise.engine.unit_gradients import UnitGradients
 from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
 from shardwise.errors import EngineError
 from shardwise.events import EventLog
@@ -39,7 +40,8 @@ class Context:
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self.depth = 0
-        self.order: list[Unit] = []
+        self.latest_call: Call | None = None  # with gradients on, and a tensor as output
+        self.order: dict[Unit, None] = {}
         self.prefetch = Prefetch()
         self.backward: BackwardPass | None = None
         self.log: EventLog | None = None
@@ -67,7 +69,7 @@ class Context:
         """The wires of all units, each once, in an order that is the same on all ranks."""
         return list(dict.fromkeys(wire for u in self.units for wire in u.wires))
 
-    def note(self, code: str, unit: Unit) -> None:
+    def note(self, code: str, unit: UnitGradients) -> None:
         if self.log is not None:
             self.log.add(code, unit.name)
 
@@ -107,6 +109,7 @@ class Context:
             if unit._modules_run:
                 unit.rest_after_forward()
         self.prefetch.end_forward()
+        self.latest_call = None
         self._leave("forward", name)
 
     def fail_call(self, outermost: bool) -> None:
@@ -115,13 +118,13 @@ class Context:
         if outermost:
             self.abandon()
 
-    def ran_forward(self, unit: Unit) -> None:
-        """A unit's forward begins; its backward is to be expected when gradients are on."""
-        self.note("F", unit)
-        if torch.is_grad_enabled() and graph_task() is None:
+    def ran_forward(self, unit: Unit, *, is_awaited: bool) -> None:
+        """A unit's forward begins. `is_awaited`: its backward is to be expected."""
+        if self.log is not None:
+            self.note("F", unit)
+        if is_awaited:
             unit.num_uses += 1
-            if unit not in self.order:
-                self.order.append(unit)
+            self.order.setdefault(unit)
 
     def agree_on_stale_copies(self, units: list[Unit]) -> None:
         """What lives between steps is gathered again when any rank wrote to its shards: full copies
@@ -165,6 +168,7 @@ class Context:
                 self.torn += torn_in(unit)
             unit.abandon()
         self.order.clear()
+        self.latest_call = None
         self.prefetch.forget()
         self._reached.clear()
         self.depth = 0
@@ -215,12 +219,13 @@ class Context:
     # -- backward --------------------------------------------------------------------------------
     def backward_pass(self) -> BackwardPass:
         """The backward that runs now; begins one at its first sign."""
-        if self.backward is None:
-            self.backward = BackwardPass(self)
+        backward = self.backward
+        if backward is None:
+            backward = self.backward = BackwardPass(self)
             self._enter("backward", "")
             self.count_tokens()
-        self.backward.watch_end()
-        return self.backward
+        backward.watch_end()
+        return backward
 
     def reduce_partials(self) -> None:
         """Reduce what backwards without sync have left, as the end of a backward would.
@@ -267,14 +272,40 @@ class Context:
         self.tokens_reduced()
         self._leave("backward", "")
 
-    def gradient_arrived(self, unit: Unit, bucket: BucketState, index: int) -> None:
-        self.backward_pass().gradient_arrived(unit, bucket, index)
+    def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
+        self.backward_pass().gradient_arrived(unit, grads, index)
 
-    def pre_backward(self, call: OpenCall, _grad: torch.Tensor) -> None:
-        if not call.unit.requires_sync:
-            self._reached.add(call.unit)
-        self.backward_pass().pre_backward(call.unit)
+    def pre_backward(self, unit: Unit) -> None:
+        """The gradient of an output of `unit` is complete."""
+        if not unit.requires_sync:
+            self._reached.add(unit)
+        self.backward_pass().pre_backward(unit)
 
-    def input_done(self, call: OpenCall, _grad: torch.Tensor) -> None:
-        call.unit.open_calls.discard(call)
-        self.backward_pass().input_done(call.unit)
+
+class Call:
+    """One call of a unit with gradients on, and the hook on its outputs. While it is open its
+    backward is still to come; it lives as long as the hooks in its graph.
+    """
+
+    __slots__ = ("followers", "output", "unit")
+
+    def __init__(self, unit: Unit, *, is_open: bool) -> None:
+        self.unit = unit
+        self.output: weakref.ref[torch.Tensor] | None = None  # where it is a tensor
+        self.followers: list[Call] = []  # whose only input that is
+        if is_open:
+            unit.open_calls.add(id(self))
+
+    def __del__(self) -> None:
+        self.unit.open_calls.discard(id(self))
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        for follower in self.followers:
+            follower.input_done(grad)
+        self.unit.context.pre_backward(self.unit)
+
+    def input_done(self, _grad: torch.Tensor) -> None:
+        """The gradient of its only input is complete."""
+        unit = self.unit
+        unit.open_calls.discard(id(self))
+        unit.context.backward_pass().input_done(unit)

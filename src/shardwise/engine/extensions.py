@@ -205,7 +205,7 @@ class ExtensionBucket(BucketState):
             stand_in = torch.empty(0, device=self.mesh.device)
             param.full = nn.Parameter(stand_in, requires_grad=param.sharded.requires_grad)
         self._fulls = ()
-        self._hooked.clear()
+        self.forget_forms()
 
     def is_current(self) -> bool:
         if not self.is_registered():
@@ -365,6 +365,7 @@ class ExtensionBucket(BucketState):
         fulls = [param.full for param in self.params]
         inner = [t for full in fulls for t in inner_tensors(full.data)]
         self._fulls = (*fulls, *declared, *inner, *outputs)
+        self.forget_forms()
 
     def addresses(self) -> list[int]:
         return [storage.data_ptr() for storage, _ in self._storages]
@@ -388,4 +389,4 @@ class ExtensionBucket(BucketState):
     def written_names(self) -> list[str]:
         if not self._storages:
             return []
-        return [p.name for p in self.params if p.full._version != self._version]
+        return [p.name for p in self.params if p.full._version != self._versions[0]]

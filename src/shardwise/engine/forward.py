@@ -3,21 +3,25 @@
 The class swap (`module`) routes `__call__` through `run`, so that gathering comes before the
 user's own pre-forward hooks and releasing behind their forward hooks, `module.compile()` compiles
 the forward alone, and an exception passes through here.
+
+Two gradients are waited for in the backward. That of an output: the unit must be gathered before
+it. That of the only input: behind it nothing inside the call is left to run. Where a call's output
+is the next one's input, as in a stack of layers, one hook does for both.
 """
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shardwise._torch_compat import graph_task
+from shardwise._torch_compat import graph_task_id
 from shardwise.engine.activations import KEEP, Activations
-from shardwise.engine.context import Context
+from shardwise.engine.context import Call, Context
 from shardwise.engine.outputs import cast_floats, map_tensors, may_hide_tensors, tensors_in
-from shardwise.engine.unit import OpenCall, Unit
+from shardwise.engine.unit import Unit
 
 
 def run(
@@ -27,26 +31,31 @@ def run(
     context = unit.context
     outermost = context.begin_call(unit.name)
     try:
-        in_backward = graph_task() is not None
+        in_backward = graph_task_id() != -1
+        has_grad = torch.is_grad_enabled()
         if in_backward:
             context.backward_pass().recomputing(unit)
-        context.ran_forward(unit)
+        context.ran_forward(unit, is_awaited=has_grad and not in_backward)
         unit.pre_forward()
         if not in_backward:
             context.prefetch.forward_of(unit, context)
         args, kwargs = _prepare_inputs(unit, outermost, args, kwargs)
-        call = unit.open_call(in_backward)
-        _watch_inputs(context, call, args, kwargs)
-        if activations is KEEP or not torch.is_grad_enabled():
+        call = None
+        if has_grad:
+            # A recomputation is no call of its own: the first one's backward is under way.
+            call = Call(unit, is_open=not in_backward)
+            _watch_inputs(context, call, args, kwargs)
+        if activations is KEEP or not has_grad:
             out = forward(*args, **kwargs)
         else:
             out = activations.run(unit, forward, args, kwargs)
         if unit.policy.output_dtype is not None:
             out = cast_floats(out, unit.policy.output_dtype)
-        watched = _watch_outputs(context, call, out)
-        unit.hides_outputs = not watched and torch.is_grad_enabled() and may_hide_tensors(out)
-        if watched and not in_backward:
-            context.prefetch.ended(unit)
+        if call is not None:
+            watched = _watch_outputs(context, call, out)
+            unit.hides_outputs = not watched and may_hide_tensors(out)
+            if watched and not in_backward:
+                context.prefetch.ended(unit)
         unit.post_forward(in_backward)
     except BaseException:
         context.fail_call(outermost)
@@ -65,29 +74,41 @@ def _prepare_inputs(unit: Unit, outermost: bool, args: Any, kwargs: Any) -> tupl
         args, kwargs = map_tensors(args, move), map_tensors(kwargs, move)
     dtype = unit.policy.param_dtype
     if dtype is not None and unit.policy.cast_forward_inputs:
-        args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        args = cast_floats(args, dtype)
+        if kwargs:
+            kwargs = cast_floats(kwargs, dtype)
     return args, kwargs
 
 
-def _watch_inputs(context: Context, call: OpenCall, args: Any, kwargs: Any) -> None:
+def _watch_inputs(context: Context, call: Call, args: Any, kwargs: Any) -> None:
     """Release when the gradient of the input is complete; with several inputs only the end of the
     backward is sure.
     """
-    if not torch.is_grad_enabled():
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        inputs = args if args[0].requires_grad else ()
+    else:
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+    if len(inputs) != 1:
         return
-    inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-    if len(inputs) == 1:
-        inputs[0].register_hook(functools.partial(context.input_done, call))
+    before = context.latest_call
+    if before is not None and before.output is not None and before.output() is inputs[0]:
+        before.followers.append(call)
+    else:
+        inputs[0].register_hook(call.input_done)
 
 
-def _watch_outputs(context: Context, call: OpenCall, out: Any) -> bool:
+def _watch_outputs(context: Context, call: Call, out: Any) -> bool:
     """Gather again before the backward reaches this unit. True when one may come."""
-    if not torch.is_grad_enabled():
-        return False
-    hook = functools.partial(context.pre_backward, call)
+    context.latest_call = None
+    if isinstance(out, torch.Tensor):
+        if out.requires_grad:
+            out.register_hook(call)
+            call.output = weakref.ref(out)
+            context.latest_call = call
+        return out.requires_grad
     watched = False
-    for t in (out,) if isinstance(out, torch.Tensor) else tensors_in(out):
+    for t in tensors_in(out):
         if t.requires_grad:
-            t.register_hook(hook)
+            t.register_hook(call)
             watched = True
     return watched

@@ -13,19 +13,29 @@ home        where replicas share a shard out, that all-reduce is a reduce-scatte
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
 
+from shardwise._torch_compat import spec_of, unflatten
 from shardwise.comm.transport import GradBuffer, Handle
 from shardwise.comm.tree_sum import TreeSum
+from shardwise.engine.arrivals import Arrivals
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.ledger import Ledger
+from shardwise.engine.shard_tensor import ShardTensor
 from shardwise.layout import ReduceLayout, layout_reduce
 
+# What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
+_trains = attrgetter("full.requires_grad")
+_partial_grad = attrgetter("partial_grad")
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Scale:
     """Factors around the sum. `before` is not 1 only for float16, whose sums overflow (FSDP2 does
     the same).
@@ -35,6 +45,7 @@ class Scale:
     after: float
 
 
+@lru_cache
 def mean_scale(world: int, dtype: torch.dtype, divide_by: float | None = None) -> Scale:
     """Factors that make a mean over `world` ranks, or a division by `divide_by`."""
     factor = float(world) if divide_by is None else float(divide_by)
@@ -59,8 +70,12 @@ class BucketGrads:
         self.arrived = 0  # mask of parameters whose gradient is in the buffer
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
         self.tree: TreeSum | None = None  # sums of a reproducible step, see `sum_order`
+        self.arrivals = Arrivals(state)
+        self.takes_plain_gradients = all(p.spread.whole is None for p in state.params)
+        self._flags: tuple[bool, ...] = ()  # which parameters are in the layout
         self._position: dict[int, int] = {}
-        self._all = 0  # mask of the parameters in the layout
+        self._awaited = 0  # mask of the parameters in the layout
+        self.receivers: Receivers | None = None  # of this rank's parts of the sum
 
     # -- collecting ------------------------------------------------------------------------------
     def trainable_layout(self) -> ReduceLayout:
@@ -70,8 +85,13 @@ class BucketGrads:
         if self.buffer is not None:
             assert self.layout is not None
             return self.layout  # the reduction under way keeps its layout
+        keeps_partial = self._keeps_partial
+        is_same = self.layout is not None and not keeps_partial
+        if is_same and tuple(map(_trains, self.state.params)) == self._flags:
+            assert self.layout is not None
+            return self.layout
         flags = tuple(p.full.requires_grad or p.partial is not None for p in self.state.params)
-        if self.layout is None or tuple(i in self._position for i in range(len(flags))) != flags:
+        if self.layout is None or flags != self._flags:
             if self.replica is not None:
                 raise RuntimeError(
                     f"{self.state.name}: requires_grad changed while gradients wait for their "
@@ -79,8 +99,9 @@ class BucketGrads:
                     "backward) or clear the gradients before"
                 )
             self.layout = layout_reduce(self.state.layout, flags)
+            self._flags = flags
             self._position = {i: j for j, i in enumerate(self.layout.indices)}
-            self._all = sum(1 << i for i in self.layout.indices)
+            self._awaited = sum(1 << i for i in self.layout.indices)
         return self.layout
 
     def open(self, scale: Scale) -> None:
@@ -93,7 +114,7 @@ class BucketGrads:
             self.state.bucket, layout, self.out, scale.before
         )
         self.arrived = 0
-        for i, j in self._position.items():
+        for i, j in self._position.items() if self._keeps_partial else ():
             param = self.state.params[i]
             param.drop_cleared()
             if param.partial is not None:
@@ -105,31 +126,36 @@ class BucketGrads:
         """Every gradient has arrived that is to come; at once where none is."""
         if self.buffer is None:
             self.trainable_layout()
-            return not self._all
-        return self.arrived == self._all
+            return not self._awaited
+        return self.arrived == self._awaited
 
-    def put(self, index: int, grad: torch.Tensor, scale: Scale) -> None:
-        """A gradient arrived."""
-        if self.buffer is None:
-            self.open(scale)
-        assert self.buffer is not None and self.layout is not None
-        position = self._position.get(index)
-        if position is None:
-            # Unfrozen while a backward runs: the reduction under way does not know it.
-            raise RuntimeError(
-                f"{self.state.params[index].name}: requires_grad changed during a backward; "
-                "change it between steps"
-            )
-        self.buffer.put(position, grad)
-        self.arrived |= 1 << index
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """A gradient arrived; the reduction is open."""
+        self.put_all([(index, grad)])
+
+    def put_all(self, arrived: list[tuple[int, torch.Tensor]]) -> None:
+        """Several gradients arrived; the reduction is open."""
+        assert self.buffer is not None
+        put, positions, there = self.buffer.put, self._position, 0
+        for index, grad in arrived:
+            if index not in positions:
+                raise self._unfrozen(index)
+            put(positions[index], grad)
+            there |= 1 << index
+        self.arrived |= there
         ledger = self.ledger
-        ledger.waiting |= 1 << index
-        ledger.num_taken += 1
+        ledger.waiting |= there
+        ledger.num_taken += len(arrived)
 
-    def skip(self, index: int, scale: Scale) -> None:
-        """A gradient arrived that counts as absent."""
-        if self.buffer is None:
-            self.open(scale)
+    def _unfrozen(self, index: int) -> RuntimeError:
+        """Unfrozen while a backward runs: the reduction under way does not know it."""
+        return RuntimeError(
+            f"{self.state.params[index].name}: requires_grad changed during a backward; "
+            "change it between steps"
+        )
+
+    def skip(self, index: int) -> None:
+        """A gradient arrived that counts as absent; the reduction is open."""
         self.arrived |= 1 << index
         self.ledger.num_taken += 1
 
@@ -153,7 +179,14 @@ class BucketGrads:
         self.replica[self.layout.counts_offset + position] = 0
 
     @property
+    def _keeps_partial(self) -> bool:
+        """Some `.grad` stands for more than what is in it."""
+        return not all(map(is_, map(_partial_grad, self.state.params), repeat(None)))
+
+    @property
     def has_partial(self) -> bool:
+        if not self._keeps_partial:
+            return self.replica is not None
         for param in self.state.params:
             param.drop_cleared()
         return any(p.partial is not None for p in self.state.params) or self.replica is not None
@@ -189,7 +222,7 @@ class BucketGrads:
             self.open(scale)
         buffer, out, layout = self.buffer, self.out, self.layout
         assert buffer is not None and out is not None and layout is not None
-        had = tuple(buffer.has(j) for j in range(len(layout.indices)))
+        had = buffer.had
         if ledger.waiting and not all(had):
             ledger.lost |= sum(
                 1 << i
@@ -273,23 +306,57 @@ class Reduction:
             self.grads.state.params[i].mark_pending(self.grads.pending(i))
 
     def _deliver(self, run_hooks: bool) -> None:
-        state, layout = self.grads.state, self.layout
-        self.grads.ledger.delivered += 1
-        rank = state.own_rank
-        data = self.out[: layout.data_numel(rank)]
-        if data.dtype != state.layout.dtype:
-            data = data.to(state.layout.dtype)
+        grads, layout = self.grads, self.layout
+        state = grads.state
+        grads.ledger.delivered += 1
+        data = self.out if self.out.dtype == state.layout.dtype else self.out.to(state.layout.dtype)
         if state.offload:
             data = data.to("cpu")
-        for j, (i, at) in enumerate(zip(layout.indices, layout.offsets(rank), strict=True)):
-            param = state.params[i]
-            # The count is read only where this rank had no gradient, so the usual step never waits
-            # for the device.
-            if not self.had[j] and self.out[layout.counts_offset + j].item() == 0:
-                continue
-            p = layout.params[j]
-            piece = data[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
-            param.add_grad(piece, run_hooks=run_hooks)
+        receivers = grads.receivers
+        if receivers is None or receivers.key != (layout, state.num_forms):
+            receivers = grads.receivers = Receivers(state, layout)
+        # The count is read only where this rank had no gradient, so the usual step never waits for
+        # the device.
+        had = None
+        if not all(self.had):
+            had = [
+                there or self.out[layout.counts_offset + j].item() != 0
+                for j, there in enumerate(self.had)
+            ]
+        receivers.add(data, had, run_hooks=run_hooks)
+
+
+class Receivers:
+    """The parameters that a reduction delivers to, and where in its result their parts lie."""
+
+    def __init__(self, state: BucketState, layout: ReduceLayout) -> None:
+        self.key = (layout, state.num_forms)  # what it was made for
+        self._params = [state.params[i] for i in layout.indices]
+        self._specs = [spec_of(param.sharded) for param in self._params]
+        rank = state.own_rank
+        pairs = list(zip(layout.params, layout.offsets(rank), strict=True))
+        self._places = [(at, p.shard_numel(rank), p.shard_shape(rank)) for p, at in pairs]
+        # One call makes all views where parts follow each other and none is empty.
+        ends = [at + numel for at, numel, _ in self._places]
+        is_dense = [at for at, _, _ in self._places] == [0, *ends][: len(ends)]
+        has_all = all(numel for _, numel, _ in self._places)
+        like = [torch.empty(shape, device="meta") for _, _, shape in self._places]
+        self._like = like if is_dense and has_all else None
+
+    def add(self, data: torch.Tensor, had: list[bool] | None, *, run_hooks: bool) -> None:
+        """Add this rank's parts to `.grad`; `had`: of which parameters any rank had a gradient,
+        None for all.
+        """
+        made = ShardTensor.gradients(self._parts(data), self._specs)
+        for j, (param, grad) in enumerate(zip(self._params, made, strict=True)):
+            if had is None or had[j]:
+                param.add_grad(grad, run_hooks=run_hooks)
+
+    def _parts(self, data: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Views of this rank's parts in the result."""
+        if self._like is not None:
+            return unflatten(data, self._like)
+        return [data[at : at + numel].view(shape) for at, numel, shape in self._places]
 
 
 class ParamPending:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from shardwise._torch_compat import REGISTRY_KEY
+
 _OWN = frozenset(vars(nn.Module()))  # names that every module has
 _CONTAINERS = (list, tuple, dict, set)
 
@@ -68,7 +70,7 @@ class Attributes:
             if module is None:
                 continue
             for key, value in vars(module).items():
-                if key in _OWN or key.startswith("_shardwise"):
+                if key in _OWN or key.startswith(("_shardwise", REGISTRY_KEY)):
                     continue
                 if value is None or isinstance(value, (torch.Tensor, *_CONTAINERS)):
                     where = f"{name}.{key}" if name else key

@@ -188,30 +188,29 @@ class ShardedParam:
             self.partial_grad._pending = None
             self.partial_grad = None
 
-    def add_grad(self, piece: torch.Tensor, *, run_hooks: bool = True) -> None:
-        """Add this rank's part of a reduced gradient to `.grad`, with the hooks that autograd
-        would have run.
+    def add_grad(self, grad: Any, *, run_hooks: bool = True) -> None:
+        """Add this rank's part of a reduced gradient, a `ShardTensor` of its own, to `.grad`, with
+        the hooks that autograd would have run.
         """
-        self.forget_partial()
+        if self.partial_grad is not None or self.partial is not None:
+            self.forget_partial()
         sharded = self.sharded
+        grad._param_name = f"{self.name}.grad"
         if run_hooks and sharded._backward_hooks:
-            piece = self._run_tensor_hooks(piece)
+            for hook in tensor_hooks(sharded):
+                replaced = hook(grad)
+                grad = grad if replaced is None else replaced
+            if type(grad) is not ShardTensor:
+                local = local_of(grad) if isinstance(grad, DTensor) else grad
+                grad = ShardTensor(local, spec_of(sharded), name=f"{self.name}.grad")
         existing = sharded.grad
         if existing is None:
-            sharded.grad = ShardTensor(piece, spec_of(sharded), name=f"{self.name}.grad")
+            sharded.grad = grad
         else:
-            local_of(existing).add_(piece)  # type: ignore[arg-type]
+            local_of(existing).add_(local_of(grad))  # type: ignore[arg-type]
         if run_hooks and sharded._post_accumulate_grad_hooks:
-            for hook in post_accumulate_hooks(sharded):
-                hook(sharded)
-
-    def _run_tensor_hooks(self, piece: torch.Tensor) -> torch.Tensor:
-        grad: Any = ShardTensor(piece, spec_of(self.sharded), name=f"{self.name}.grad")
-        for hook in tensor_hooks(self.sharded):
-            replaced = hook(grad)
-            if replaced is not None:
-                grad = replaced
-        return local_of(grad) if isinstance(grad, DTensor) else grad
+            for accumulated in post_accumulate_hooks(sharded):
+                accumulated(sharded)
 
 
 def make_parameter(

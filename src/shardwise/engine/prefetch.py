@@ -131,7 +131,7 @@ def set_prefetch(
     if gather_limit is not None:
         _check_limit(model, units, gather_limit)
     for unit in units:
-        unit.prefetch, unit.gather_limit = enabled, gather_limit
+        unit.set_prefetch(enabled, gather_limit)
 
 
 def _check_limit(model: nn.Module, units: list[Unit], limit: int) -> None:

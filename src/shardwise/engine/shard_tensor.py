@@ -24,7 +24,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise._torch_compat import local_of, make_spec, new_dtensor, spec_of
+from shardwise._torch_compat import local_of, make_spec, new_dtensor, new_dtensors, spec_of
 from shardwise.engine import dispatch_rules as rules
 from shardwise.engine.spread import part_of
 from shardwise.errors import EngineError
@@ -93,13 +93,22 @@ class ShardTensor(DTensor):
         """`__new__` has done it; DTensor's own `__init__` would take a dispatch."""
 
     @classmethod
-    def gradient(cls, local: torch.Tensor, spec: Any, name: str) -> ShardTensor:
-        """What `ShardTensor(local, spec, name=name)` makes, in half the time: there is one for each
-        parameter and step.
+    def gradients(cls, parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[ShardTensor]:
+        """What `ShardTensor(part, spec)` makes of each, in less than half the time: there is one
+        for each parameter and step.
         """
+        made = new_dtensors(cls, parts, specs)
+        for grad in made:
+            grad._mark = grad._pending = None
+            grad._param_name = ""
+        return made
+
+    @classmethod
+    def bare(cls, local: torch.Tensor, spec: Any) -> ShardTensor:
+        """What `ShardTensor(local, spec)` makes, in half the time: optimizers make many."""
         self = new_dtensor(cls, local, spec)
         self._mark = self._pending = None
-        self._param_name = name
+        self._param_name = ""
         return self
 
     @classmethod
@@ -282,7 +291,7 @@ def _wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:
                 stride=like.stride(),
             )
         )
-    return ShardTensor.gradient(local, spec, "")
+    return ShardTensor.bare(local, spec)
 
 
 def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:

@@ -16,24 +16,30 @@ does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
 
-from shardwise._torch_compat import graph_task, in_functorch_transform, outside_transforms
+from shardwise._torch_compat import (
+    functorch_transform,
+    graph_task,
+    graph_task_id,
+    outside_transforms,
+)
 from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
-from shardwise.engine.bucket import BucketState
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
-from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
+from shardwise.engine.gradients import BucketGrads
 from shardwise.engine.home import Home
 from shardwise.engine.kept_views import Attributes
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped
 from shardwise.engine.shard_tensor import Mark
 from shardwise.engine.streams import Streams
-from shardwise.engine.sum_order import SumOrder, issue_in_order
+from shardwise.engine.sum_order import SumOrder
+from shardwise.engine.unit_gradients import UnitGradients, settle_by
 from shardwise.engine.wire import Wire, enter_all, leave_all
 from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
@@ -43,16 +49,12 @@ if TYPE_CHECKING:
     from shardwise.engine.step_in_backward import Stepper
 
 
-class OpenCall:
-    """A call whose backward is still to come. It lives as long as the hooks in its graph."""
-
-    __slots__ = ("__weakref__", "unit")
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+# What is asked of all buckets is asked by one `map`, which stays in C.
+_gather = methodcaller("gather")
+_written = methodcaller("written_names")
 
 
-class Unit:
+class Unit(UnitGradients):
     """See the module docstring. Settings that users change by method are plain attributes."""
 
     def __init__(
@@ -75,9 +77,11 @@ class Unit:
         self.num_modules = num_modules
         self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
+        self._regrouped: Regrouped | None = None
         self._build(found)
         self.context: Context  # set when a context takes the unit in
 
+        self.keeps_between_steps = strategy.lifetime is Lifetime.CLEAN
         self.root_rule = False  # reshard_after_forward=None: the root's own unit is kept
         self.is_root = False
         self.reshard_after_forward = strategy.lifetime is Lifetime.USE
@@ -90,8 +94,7 @@ class Unit:
         self.sum_order: SumOrder | None = None  # set while a reproducible run is on
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
-        self.prefetch: bool | None = None  # None: where it pays, see `overlaps`
-        self.gather_limit: int | None = None  # bytes that prefetching may reach
+        self.set_prefetch(None)
 
         self.attributes: Attributes | None = None  # of its modules, once a root has taken it in
         self.stepper: Stepper | None = None  # an optimizer that steps in the backward
@@ -101,11 +104,10 @@ class Unit:
         self.gathered_at = -1
         self.in_double_backward = False
         self.hides_outputs = False  # no hook reaches the last forward's tensors: stays gathered
-        self._handles: list[Handle] = []
+        self._handles: Sequence[Handle] = ()
         self._gathered: Any = None  # the event behind the gather, until somebody has waited for it
-        self._regrouped: Regrouped | None = None
         self._modules_run = 0
-        self.open_calls: weakref.WeakSet[OpenCall] = weakref.WeakSet()
+        self.open_calls: set[int] = set()  # ids of calls whose backward is still to come
         self.is_adopted = False  # a root has taken it in and named it
         self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
         self._lends = False  # its parameters are used in other units too
@@ -114,13 +116,14 @@ class Unit:
     def _build(self, found: list[Found]) -> None:
         self.buckets = build_buckets(self.name, found, self.plan, self.mark)
         ref: weakref.ref[Unit] = weakref.ref(self)
-        self.grads = [BucketGrads(b, lambda: _settle(ref)) for b in self.buckets]
-        self._grads_of = {id(b): g for b, g in zip(self.buckets, self.grads, strict=True)}
         for bucket in self.buckets:
-            bucket.unit = weakref.ref(self)
+            bucket.unit = ref
             for param in bucket.params:
-                param.unit = bucket.unit
+                param.unit = ref
+        self.grads = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
+        self._shows_shards = True  # and nothing else is registered
         self._tell_transport()
+        self._find_wires()
 
     def _tell_transport(self) -> None:
         """Leave word on transport buckets whose gradients they carry."""
@@ -128,43 +131,35 @@ class Unit:
             if grads.state.bucket is not None:
                 grads.state.bucket.private["grads"] = weakref.ref(grads)
 
-    @property
-    def wires(self) -> list[Wire]:
-        """The wires that this unit's collectives go over."""
-        wires = [Wire.of(b.transport) for b in self.buckets] or [Wire.of(self.transport)]
-        wires += [Wire.of(home.transport) for home in self.homes]
-        if self._regrouped is not None:
-            wires += self._regrouped.wires
-        return list(dict.fromkeys(wires))
-
-    @property
-    def transports(self) -> list[Transport]:
-        """The transports that this unit's gathers go over."""
-        return list(
+    def _find_wires(self) -> None:
+        """The wires that this unit's collectives go over, the transports of its gathers, and the
+        homes of buckets whose shards replicas share out.
+        """
+        self.homes: list[Home] = [b.home for b in self.buckets if b.home is not None]
+        self.transports: list[Transport] = list(
             dict.fromkeys(
                 b.transport for b in self.buckets if b.layout.world > 1 or b.home is not None
             )
         )
-
-    @property
-    def homes(self) -> list[Home]:
-        """Of the buckets whose shards replicas share out."""
-        return [b.home for b in self.buckets if b.home is not None]
+        wires = [Wire.of(b.transport) for b in self.buckets] or [Wire.of(self.transport)]
+        wires += [Wire.of(home.transport) for home in self.homes]
+        if self._regrouped is not None:
+            wires += self._regrouped.wires
+        self.wires: list[Wire] = list(dict.fromkeys(wires))
 
     @property
     def params(self) -> list[ShardedParam]:
         return [p for b in self.buckets for p in b.params]
 
-    @property
-    def keeps_between_steps(self) -> bool:
-        return self.strategy.lifetime is Lifetime.CLEAN
+    def set_prefetch(self, enabled: bool | None, gather_limit: int | None = None) -> None:
+        """`enabled`: None for where it pays; `gather_limit`: bytes that prefetching may reach.
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether collectives run beside computing, so that it pays to issue them early."""
-        if is_unordered(self.transport):
-            return False
-        return self.mesh.device.type != "cpu" if self.prefetch is None else self.prefetch
+        `overlaps` says whether collectives run beside computing, so that it pays to issue them
+        early.
+        """
+        self.prefetch, self.gather_limit = enabled, gather_limit
+        wanted = self.mesh.device.type != "cpu" if enabled is None else enabled
+        self.overlaps = wanted and not is_unordered(self.transport)
 
     @property
     def full_bytes(self) -> int:
@@ -175,10 +170,6 @@ class Unit:
     def is_tied(self) -> bool:
         """Parameters of it are used in other units' modules, or those of others here."""
         return bool(self._tied_to) or self._lends
-
-    @property
-    def has_frozen(self) -> bool:
-        return any(not p.full.requires_grad for b in self.buckets for p in b.params)
 
     @property
     def is_trainable(self) -> bool:
@@ -203,7 +194,7 @@ class Unit:
     @property
     def needs_gather(self) -> bool:
         """No copy is held, or one that was written since; a backward takes that of its forward."""
-        return not self.is_held or (not self.is_fresh and graph_task() is None)
+        return not self.is_held or (not self.is_fresh and graph_task_id() == -1)
 
     def is_registered(self) -> bool:
         """True when the modules hold this unit's parameters, in whatever form."""
@@ -264,8 +255,12 @@ class Unit:
 
     def forget_dead_slots(self) -> None:
         """Leave alone what modules do not have any more: registering would bring it back."""
-        for param in self.params:
-            param.slots = [s for s in param.slots if s[0].get(s[1]) is not None]
+        for bucket in self.buckets:
+            for param in bucket.params:
+                slots = [s for s in param.slots if s[0].get(s[1]) is not None]
+                if len(slots) != len(param.slots):
+                    param.slots = slots
+                    bucket.forget_places()
 
     def catch_up(self, *, check_ties: bool = True) -> None:
         """Take what was put in the place of a parameter before registering would undo it."""
@@ -278,6 +273,7 @@ class Unit:
         if self.transport.name != "c10d":
             self.plan = self.plan.on_transport("c10d")
             self.transport = self.plan.transport
+            self.set_prefetch(self.prefetch, self.gather_limit)
             self.reshard()
             self._rebuild()
         for bucket in self.buckets:
@@ -294,6 +290,8 @@ class Unit:
             home.slots.append(slot)
             slot[0][slot[1]] = home.sharded
             owner = home.unit()
+            for bucket in owner.buckets if owner is not None else ():
+                bucket.forget_places()
             if owner is not None and owner is not self and owner not in self._tied_to:
                 self._tied_to.append(owner)
                 owner._lends = True
@@ -307,6 +305,7 @@ class Unit:
                 bucket.allocate()
                 for i, param in enumerate(bucket.params):
                     param.make_sharded(bucket.fresh_shard(i), param.sharded)
+                bucket.forget_forms()
                 bucket.register_sharded()
                 bucket.make_full()
         self._tell_transport()
@@ -318,31 +317,43 @@ class Unit:
         A backward uses the copy that its forward used, also when the shards were written in
         between.
         """
-        if not self.needs_gather:
-            return
+        if self.needs_gather:
+            self._issue_gather()
+
+    def _issue_gather(self) -> None:
         if self.is_held:
             self.wait_unshard()
-        self.context.note("AG", self)
-        with self.streams.lane("gather"), outside_transforms():
-            self._handles = self._gather()
-            if self.streams.is_async:  # the lane waits, not the host: copy-out overlaps too
-                self._wait_handles()
-        self._gathered = self.streams.record("gather")
+        if self.context.log is not None:
+            self.context.note("AG", self)
+        if self.streams.is_async:
+            with self.streams.lane("gather"):
+                self._handles = outside_transforms(self._gather)
+                self._wait_handles()  # the lane waits, not the host: copy-out overlaps too
+            self._gathered = self.streams.record("gather")
+        else:
+            self._handles = (
+                self._gather()
+                if functorch_transform() is None
+                else outside_transforms(self._gather)
+            )
         self.is_held, self.is_stale = True, False
         self.gathered_at = self.mark.count
 
     def fill_middles(self) -> None:
         """Gather the shards from the replicas that share them out."""
         self.context.note("HG", self)
-        with torch.no_grad(), self.streams.lane("gather"), outside_transforms():
-            for home in self.homes:
-                home.gather().wait()
-                home.gathered_at = self.mark.count
+        with torch.no_grad(), self.streams.lane("gather"):
+            outside_transforms(self._fill_middles)
+
+    def _fill_middles(self) -> None:
+        for home in self.homes:
+            home.gather().wait()
+            home.gathered_at = self.mark.count
 
     def _gather(self) -> list[Handle]:
         regrouped = self._regrouped
         if regrouped is None or not regrouped.is_kept or graph_task() is None:
-            return [b.gather() for b in self.buckets]
+            return list(map(_gather, self.buckets))
         rest = [b for b in self.buckets if not regrouped.holds(b)]
         return regrouped.gather() + [b.gather() for b in rest]
 
@@ -355,30 +366,43 @@ class Unit:
             self.streams.wait(event)
 
     def _wait_handles(self) -> None:
-        handles, self._handles = self._handles, []
         try:
-            with outside_transforms():
-                for handle in handles:
-                    if handle is not DONE:
-                        handle.wait()
+            if functorch_transform() is None:
+                self._wait_each()
+            else:
+                outside_transforms(self._wait_each)
         except BaseException:
             # The gather may still write, so its memory is not released; nobody waits for it again.
             self.is_held = False
             raise
+
+    def _wait_each(self) -> None:
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            if handle is not DONE:
+                handle.wait()
         for bucket in self.buckets:
             bucket.count_uses_behind_gather()
 
     def use_full(self) -> None:
+        self._shows_shards = False
         for bucket in self.buckets:
             bucket.register_full()
 
     def _make_usable(self) -> None:
         """Gathered, complete, and registered."""
-        self.unshard()
-        self.wait_unshard()
-        self.use_full()
+        if self.needs_gather:
+            self._issue_gather()
+        if self._handles:
+            self._wait_handles()
+        if self._gathered is not None:
+            self.wait_unshard()
+        self._shows_shards = False
+        for bucket in self.buckets:
+            bucket.register_full()
 
     def use_shards(self) -> None:
+        self._shows_shards = True
         for bucket in self.buckets:
             bucket.register_sharded()
 
@@ -387,11 +411,13 @@ class Unit:
         self.use_shards()
         if not self.is_held:
             return
-        self.wait_unshard()
+        if self._handles or self._gathered is not None:
+            self.wait_unshard()
         for bucket in self.buckets:
             bucket.release(after)
         self.is_held = False
-        self.context.note("FR", self)
+        if self.context.log is not None:
+            self.context.note("FR", self)
 
     def reshard_for_state_dict(self) -> None:
         """State dicts show shards, whatever is gathered.
@@ -427,13 +453,6 @@ class Unit:
             owner._make_usable()
             owner.watch_gradients()
 
-    def open_call(self, in_backward: bool) -> OpenCall:
-        """A recomputation is no call of its own: the first one's backward is under way."""
-        call = OpenCall(self)
-        if not in_backward and torch.is_grad_enabled():
-            self.open_calls.add(call)
-        return call
-
     def post_forward(self, in_backward: bool) -> None:
         """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
         for owner in self._tied_to:
@@ -453,7 +472,7 @@ class Unit:
         self._check_unwritten()
         if self._num_users:
             return
-        if self.hides_outputs or in_functorch_transform():
+        if self.hides_outputs or functorch_transform() is not None:
             # tangents and wrapped outputs, which no hook of ours can follow, may still need the
             # full copy
             return
@@ -483,16 +502,18 @@ class Unit:
         """Keep shards over a smaller world until the backward."""
         if self._regrouped is None:
             self._regrouped = Regrouped(self.buckets, self.strategy.forward_world, self.plan.open)
+            self._find_wires()
         self._regrouped.keep()
         self.reshard()
         self._regrouped.register()
+        self._shows_shards = False
 
     def _check_unwritten(self) -> None:
         """What somebody wrote into a gathered copy is lost with it: say so while it is there."""
         if not self.is_held:
             return
-        names = [name for b in self.buckets for name in b.written_names()]
-        if names:
+        if any(map(_written, self.buckets)):
+            names = [name for b in self.buckets for name in b.written_names()]
             raise EngineError(
                 f"{', '.join(names)}: written in place while the unit {self.name!r} was gathered "
                 "(in its forward, or between forward and backward); the sharded parameter would "
@@ -524,8 +545,8 @@ class Unit:
 
     def rest_after_backward(self) -> None:
         """The state after a backward."""
-        if self.in_double_backward:
-            return
+        if self.in_double_backward or (self._shows_shards and not self.is_held):
+            return  # or it is at rest already
         self.hides_outputs = False
         self._check_unwritten()
         if self._regrouped is not None:
@@ -534,106 +555,6 @@ class Unit:
             self.use_shards()
         elif self.reshard_after_backward:
             self.reshard("backward")
-
-    # -- gradients -------------------------------------------------------------------------------
-    def watch_gradients(self) -> None:
-        """Whoever uses the full parameters, their gradients are heard of."""
-        for grads in self.grads:
-            grads.ledger.trainable = grads.state.watch_gradients(_arrived)
-
-    def arrived(self, bucket: BucketState, index: int) -> bool:
-        """A full gradient is in its accumulator. True when it was the unit's last."""
-        param = bucket.params[index]
-        grad, param.full.grad = param.full.grad, None
-        if grad is None or not param.sharded.requires_grad:
-            return False  # an autograd.Function returned None for it; or frozen since the forward
-        if torch.is_grad_enabled():
-            grad = grad.detach()
-        grad = param.spread.own_gradient(param.name, grad)
-        grads = self._grads_of[id(bucket)]
-        grads.ledger.told |= 1 << index
-        grads.ledger.num_told += 1
-        share = self.context.share
-        if share != 1.0:
-            return self._arrived_in_join(grads, index, grad, share)
-        if not self.requires_sync:
-            grads.accumulate(index, grad)
-            return False
-        grads.put(index, grad, self.scale(bucket))
-        return grads.is_complete and all(g.is_complete for g in self.grads)
-
-    def _arrived_in_join(
-        self, grads: BucketGrads, index: int, grad: torch.Tensor, share: float
-    ) -> bool:
-        """Ranks have run out of data (see `join`): a shadow's gradients count as absent, those of
-        the others weigh more.
-        """
-        counts_tokens = self.context.num_tokens is not None  # they weigh by tokens already
-        if not self.requires_sync:
-            weighted = grad if counts_tokens else grad * share
-            grads.accumulate(index, weighted if share else torch.zeros_like(grad))
-            return False
-        if share:
-            grads.put(index, grad if counts_tokens else grad * share, self.scale(grads.state))
-        else:
-            grads.skip(index, self.scale(grads.state))
-        return grads.is_complete and all(g.is_complete for g in self.grads)
-
-    def collect_left_gradients(self) -> None:
-        """Take in gradients that somebody else than autograd's accumulator put on full parameters:
-        pipeline schedules that compute gradients of weights by themselves do.
-        """
-        for bucket in self.buckets:
-            for i, param in enumerate(bucket.params):
-                grad, param.full.grad = param.full.grad, None
-                if grad is not None:
-                    grads = self._grads_of[id(bucket)]
-                    grads.ledger.told |= 1 << i
-                    grads.ledger.num_told += 1
-                    grads.accumulate(i, grad * self.context.share)
-
-    def scale(self, bucket: BucketState) -> Scale:
-        return mean_scale(
-            bucket.mesh.world, bucket.layout.reduce_dtype, self.divide_by or self.context.divisor
-        )
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Gradients were put into a reduction that was not issued, or partial ones wait for a
-        sync.
-        """
-        if any(g.buffer is not None or g.has_partial for g in self.grads):
-            return True
-        order = self.sum_order
-        return order is not None and order.is_last and any(g.tree is not None for g in self.grads)
-
-    def issue_reductions(self) -> list[Reduction]:
-        """Reduce every trainable bucket."""
-        reductions = [self.issue_reduction(g) for g in self.grads if g.trainable_layout().indices]
-        if reductions:
-            self.context.note("RS", self)
-        return reductions
-
-    def issue_reduction(self, grads: BucketGrads, *, joins: bool = False) -> Reduction:
-        with self.streams.lane("reduce"):
-            if self.sum_order is not None:
-                return issue_in_order(self.sum_order, grads, joins=joins)
-            return grads.issue(self.scale(grads.state), self.requires_all_reduce, joins=joins)
-
-    def settle_partials(self) -> None:
-        """Reduce partial gradients now, because somebody reads them (clipping, a step inside
-        `no_sync`).
-        """
-        entered = enter_all(self.wires, "settle", self.name)
-        self.context.divisor = self.context.total_tokens()
-        with torch.no_grad():
-            waiting = [g for g in self.grads if g.has_partial]
-            for reduction in [g.issue(self.scale(g.state), True) for g in waiting]:
-                reduction.finish(run_hooks=False)
-            for grads in waiting:
-                grads.ledger.clear()
-        self.context.divisor = None
-        leave_all(entered, "settle", self.name)
 
     def abandon(self) -> None:
         """An exception ended a pass: back to rest, without what it collected."""
@@ -652,15 +573,3 @@ class Unit:
             self.use_shards()
         else:
             self.reshard()
-
-
-def _settle(ref: weakref.ref[Unit]) -> None:
-    unit = ref()
-    if unit is not None:
-        unit.settle_partials()
-
-
-def _arrived(bucket: BucketState, index: int) -> None:
-    unit = bucket.unit()
-    if unit is not None:
-        unit.context.gradient_arrived(unit, bucket, index)

@@ -172,7 +172,7 @@ class BucketLayout:
         """Bytes that each rank keeps."""
         return self.chunk_numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def full_bytes(self) -> int:
         """Bytes of the gathered copy."""
         return self.full_numel * self.gather_dtype.itemsize

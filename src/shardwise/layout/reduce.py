@@ -30,11 +30,11 @@ class ReduceLayout:
     def params(self) -> tuple[ParamLayout, ...]:
         return tuple(self.bucket.params[i] for i in self.indices)
 
-    @property
+    @cached_property
     def world(self) -> int:
         return self.bucket.world
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         return self.bucket.reduce_dtype
 
@@ -56,7 +56,7 @@ class ReduceLayout:
         """Where the counts start in every chunk."""
         return max(end for _, end in self._packings)
 
-    @property
+    @cached_property
     def chunk_numel(self) -> int:
         return self.counts_offset + len(self.indices)
 

@@ -39,8 +39,9 @@ class CopyPlan:
     sources: list[torch.Tensor]
 
     def run(self) -> None:
-        with torch.no_grad():
-            foreach_copy(self.destinations, self.sources)
+        if self.sources:
+            with torch.no_grad():
+                foreach_copy(self.destinations, self.sources)
 
 
 def check_peers(domain: Domain, bucket: Bucket, shards: Shards) -> None:

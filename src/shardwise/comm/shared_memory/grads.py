@@ -118,8 +118,9 @@ class OutgoingGrads:
         self._payload: torch.Tensor | None = None
         self._is_over = False
 
-    def has(self, index: int) -> bool:
-        return self.present[index]
+    @property
+    def had(self) -> tuple[bool, ...]:
+        return tuple(self.present)
 
     def discard(self) -> None:
         self._is_over = True
@@ -152,7 +153,7 @@ class OutgoingGrads:
             if self.present[index]:
                 for destination, source in zip(destinations, sources, strict=True):
                     destination.add_(source, alpha=self._pre_scale)
-            else:
+            elif sources:
                 foreach_copy(destinations, sources)
                 if self._pre_scale != 1.0:
                     for destination in destinations:
