@@ -47,12 +47,43 @@ def test_functorch_is_seen() -> None:
     seen = []
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        seen.append(compat.in_functorch_transform())
+        seen.append(compat.functorch_transform() is not None)
         return x.sin()
 
     torch.func.vmap(fn)(torch.ones(2))
     fn(torch.ones(2))
     assert seen == [True, False]
+
+
+def test_a_registered_hook_may_be_replaced() -> None:
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    hooks, place = compat.add_accumulation_hook(x, lambda _: seen.append("first"))
+    (x * 2).sum().backward()
+    hooks[place] = lambda _: seen.append("second")
+    (x * 2).sum().backward()
+    assert seen == ["first", "second"]
+
+
+def test_views_of_a_flat_tensor() -> None:
+    flat = torch.arange(11.0)
+    like = [torch.empty(shape, device="meta") for shape in ((2, 3), (4,))]
+    first, second = compat.unflatten(flat, like)
+    assert first.equal(flat[:6].view(2, 3)) and second.equal(flat[6:10])
+    assert first.data_ptr() == flat.data_ptr() and second._base is flat
+
+
+@on_ranks(2)
+def test_collectives_of_a_group(rank: int, world: int) -> None:
+    """What the functions of torch.distributed hand on, from 2.13 on."""
+    if not hasattr(dist, "all_gather_single"):
+        pytest.skip("the names are new in 2.13")
+    group = dist.group.WORLD
+    out, part = torch.zeros(4), torch.full((2,), float(rank))
+    group.all_gather_single(out, part, compat.ALL_GATHER).wait()
+    assert out.tolist() == [0, 0, 1, 1]
+    group.reduce_scatter_single(part, torch.arange(4.0), compat.REDUCE_SCATTER).wait()
+    assert part.tolist() == [[0, 2], [4, 6]][rank]
 
 
 def test_hooks_are_read() -> None:
