@@ -16,12 +16,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.optim import Optimizer
 
 from shardwise._torch_compat import local_of, spec_of
+from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.placement import is_on_meta, local_part
-from shardwise.checkpoint.source import Source, resolved
+from shardwise.checkpoint.source import CheckpointSource, Source, resolved
 from shardwise.checkpoint.state import (
     GROUPS,
     MODEL,
     OPTIM,
+    RNG,
     Optimizers,
     State,
     as_list,
@@ -155,6 +157,27 @@ def holds(source: Source, key: str, tensor: Tensor) -> bool:
     other = torch.empty_like(local)
     source.read(key, box, other)
     return bool(((other == local) | (other != other) & (local != local)).all())
+
+
+def files_to_read(source: CheckpointSource, model: nn.Module, rank: int) -> set[str]:
+    """The files in which lies what this rank loads: its parts of parameters and of what optimizers
+    keep for them, its random state, and whole what is laid out otherwise."""
+    own, boxes = State(), dict[str, tuple[tuple[int, ...], Box]]()
+    own.add_model(model)
+    for key, tensor in own.tensors.items():
+        boxes[key.removeprefix(MODEL)] = (tuple(tensor.shape), local_part(tensor, key)[1])
+    found: set[str] = set()
+    for key, chunks in source.chunks.items():
+        if key.startswith(RNG) and not key.startswith(f"{RNG}{rank}."):
+            continue
+        shape, wanted = source.tensors[key].shape, Box.whole(source.tensors[key].shape)
+        name = key.removeprefix(MODEL)
+        if key.startswith(OPTIM):
+            name = key.removeprefix(OPTIM).rpartition(".")[0]
+        if name in boxes and boxes[name][0] == shape:
+            wanted = boxes[name][1]
+        found |= {c.file for c in chunks if c.box.meet(wanted) is not None}
+    return found
 
 
 # -- optimizers ----------------------------------------------------------------------------------

@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of, new_dtensor, spec_of
 from shardwise.checkpoint import store
+from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.loading import check_model, load_model, load_optimizers
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.rng import capture_rng, restore_rng
+from shardwise.checkpoint.rng import restore_rng
 from shardwise.checkpoint.source import CheckpointSource, read_whole
 from shardwise.checkpoint.state import EXTRA, RNG, SCHEDULER, Optimizers, State
 from shardwise.checkpoint.store import Checkpoint
@@ -73,12 +74,15 @@ class CheckpointManager:
             self._background = _Background(self._ranks.separate())
 
     # -- finding ---------------------------------------------------------------------------------
-    def latest(self) -> tuple[Checkpoint | None, list[str]]:
-        """The newest checkpoint whose contents are whole, and why newer directories were passed
-        over."""
+    def latest(self, at_least: int = 0) -> tuple[Checkpoint | None, list[str]]:
+        """The newest checkpoint, of step `at_least` or later, whose contents are whole, and why
+        newer directories were passed over."""
         listing = self._ranks.on_rank0(lambda: store.list_checkpoints(self.directory))
-        messages = dict(listing.skipped)
+        first = store.step_name(at_least)
+        messages = {name: text for name, text in listing.skipped if name >= first}
         for checkpoint in listing.complete:
+            if checkpoint.step < at_least:
+                break
             name, damaged = checkpoint.path.name, self.verify(checkpoint)
             if not damaged:
                 return checkpoint, [text for n, text in messages.items() if n > name]
@@ -113,7 +117,8 @@ class CheckpointManager:
         Returns its path, where it stands on return unless `background`.
         """
         self.wait()
-        state = self._ranks.on_each(lambda: self._state(model, optimizers, scheduler, extra or {}))
+        rank = self._ranks.rank
+        state = self._ranks.on_each(lambda: State.of_run(rank, model, optimizers, scheduler, extra))
         final = self.directory / store.step_name(step)
         if self._background is None:
             return _write(state, final, step, self._ranks, self._keep)
@@ -131,10 +136,11 @@ class CheckpointManager:
     ) -> None:
         """A save as later ones will be, verified and taken away again: permissions, space and
         state that cannot be saved show now and not after hours."""
-        state = self._ranks.on_each(lambda: self._state(model, optimizers, None, extra or {}))
+        rank = self._ranks.rank
+        state = self._ranks.on_each(lambda: State.of_run(rank, model, optimizers, None, extra))
         final = self.directory / f".rehearsal_{store.step_name(step)}"
         try:
-            path = write_state(state, final, step, self._ranks)
+            path = write_state(state, final, step, Hosts.sharing_all(self._ranks))
             written = self._ranks.on_rank0(lambda: store.read_checkpoint(path))
             if damaged := self.verify(written):
                 text = f"the disk of {self.directory} gives back other bytes: {'; '.join(damaged)}"
@@ -156,19 +162,6 @@ class CheckpointManager:
                 f"{self._keep + 1} stand at once; that takes {needed:,} bytes more and {free:,} "
                 "are free. Free some, or lower checkpoint.keep"
             )
-
-    def _state(
-        self, model: nn.Module, optimizers: Optimizers, scheduler: Any, extra: dict[str, Any]
-    ) -> State:
-        state = State()
-        state.add_model(model)
-        state.add_optimizers(model, optimizers)
-        for kind, value in capture_rng().items():
-            state.tensors[f"{RNG}{self._ranks.rank}.{kind}"] = value
-        if scheduler is not None:
-            state.objects[SCHEDULER] = scheduler.state_dict()
-        state.objects[EXTRA] = extra
-        return state
 
     # -- background ------------------------------------------------------------------------------
     def check(self) -> CheckpointError | None:
@@ -247,7 +240,7 @@ def read_extra(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _write(state: State, final: Path, step: int, ranks: Ranks, keep: int) -> Path:
-    path = write_state(state, final, step, ranks)
+    path = write_state(state, final, step, Hosts.sharing_all(ranks))
     ranks.on_rank0(lambda: store.prune(final.parent, keep))
     return path
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.files import CheckedFile
-from shardwise.checkpoint.index import INDEX, Index, TensorInfo
+from shardwise.checkpoint.index import INDEX, Chunk, Index, TensorInfo
 from shardwise.checkpoint.placement import storage_bytes
 from shardwise.checkpoint.store import Checkpoint
 
@@ -61,6 +61,11 @@ class CheckpointSource:
         self._index = Index.from_bytes(content, str(checkpoint.path / INDEX), sizes)
         self.tensors = self._index.tensors
         self.ties, self.objects = self._index.ties, self._index.objects
+
+    @property
+    def chunks(self) -> Mapping[str, tuple[Chunk, ...]]:
+        """Which parts of each tensor lie where."""
+        return self._index.chunks
 
     def read(self, key: str, box: Box, out: Tensor) -> None:
         for chunk in self._index.chunks[key]:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.rng import capture_rng
 from shardwise.errors import CheckpointError
 
 MODEL, OPTIM, RNG = "model.", "optim.", "rng."
@@ -32,6 +33,26 @@ class State:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_run(
+        cls,
+        rank: int,
+        model: nn.Module,
+        optimizers: Optimizers,
+        scheduler: Any = None,
+        extra: dict[str, Any] | None = None,
+    ) -> State:
+        """All that a run needs to go on: what this rank holds of it, its random state included."""
+        state = cls()
+        state.add_model(model)
+        state.add_optimizers(model, optimizers)
+        for kind, value in capture_rng().items():
+            state.tensors[f"{RNG}{rank}.{kind}"] = value
+        if scheduler is not None:
+            state.objects[SCHEDULER] = scheduler.state_dict()
+        state.objects[EXTRA] = extra or {}
+        return state
 
     def add_model(self, model: nn.Module) -> None:
         seen: dict[int, str] = {}

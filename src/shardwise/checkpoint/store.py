@@ -63,15 +63,7 @@ class Listing:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`; CheckpointError with the reason if it is incomplete or damaged."""
-    try:
-        content = (path / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        what = f"incomplete (no {MANIFEST})" if path.exists() else "no such directory"
-        raise CheckpointError(f"{path}: {what}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error.strerror}") from None
-    manifest = _parse_manifest(path, content)
-    checkpoint = Checkpoint(path, *_checked_fields(path, manifest))
+    checkpoint = read_manifest(path)
     for name, entry in checkpoint.files.items():
         try:
             found = (path / name).stat().st_size
@@ -82,6 +74,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"{path}: damaged ({name} has {found} bytes instead of {entry.size_bytes})"
             )
     return checkpoint
+
+
+def read_manifest(path: Path) -> Checkpoint:
+    """The same from the manifest alone: not all of its files need be here."""
+    try:
+        content = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        what = f"incomplete (no {MANIFEST})" if path.exists() else "no such directory"
+        raise CheckpointError(f"{path}: {what}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error.strerror}") from None
+    manifest = _parse_manifest(path, content)
+    return Checkpoint(path, *_checked_fields(path, manifest))
 
 
 def _parse_manifest(path: Path, content: bytes) -> dict[str, Any]:
@@ -203,6 +208,13 @@ def prune(directory: Path, keep: int) -> None:
         _delete(old.path)
 
 
+def keep_only(final: Path) -> None:
+    """Deletes all other steps beside a checkpoint, whole or not."""
+    for path in final.parent.glob("step_*"):
+        if path != final:
+            _delete(path)
+
+
 def clean(directory: Path) -> None:
     """Removes what a killed run left half-written or half-deleted, and ends what lacked only its
     last rename."""
@@ -217,13 +229,18 @@ def clean(directory: Path) -> None:
 def verify(checkpoint: Checkpoint, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """What is wrong with the contents, a line for each damaged file; reads every `num_parts`-th
     block, from `part`."""
-    damaged = []
+    return list(damaged_files(checkpoint, part, num_parts).values())
+
+
+def damaged_files(checkpoint: Checkpoint, part: int, num_parts: int) -> dict[str, str]:
+    """The same by the names of the files."""
+    damaged = {}
     for name in sorted(checkpoint.files):
         try:
             with checkpoint.open(name) as file:
                 file.verify(part, num_parts)
         except CheckpointError as error:
-            damaged.append(str(error))
+            damaged[name] = str(error)
     return damaged
 
 

@@ -5,6 +5,9 @@
     3  each rank writes its file, block by block, and syncs it            rank_%05d.safetensors
     4  rank 0 writes index.json, then the manifest, then renames          (store)
 
+Where hosts have directories of their own (`hosts`), 4 is done on each, when all have done 3, and a
+copy of each file goes to a neighbour host before.
+
 An error of one rank, at any point, is raised on all of them as a CheckpointError, and what was
 written is removed.
 """
@@ -12,17 +15,19 @@ written is removed.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint import store
 from shardwise.checkpoint.dtypes import dtype_of
 from shardwise.checkpoint.files import CheckedWriter, FileEntry, write_checked
+from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.index import INDEX, Chunk, Index
 from shardwise.checkpoint.placement import local_part, storage_bytes
 from shardwise.checkpoint.plan import Part, Plan, make_plan, parts_of
-from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.safetensors_file import FileLayout, lay_out
 from shardwise.checkpoint.state import State
+from shardwise.checkpoint.wire import Move, move_files
 from shardwise.errors import CheckpointError
 
 _RESERVE_BYTES, _PER_PART_BYTES = 2**16, 256  # index, manifest and directories
@@ -32,18 +37,34 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def write_state(state: State, final: Path, step: int, ranks: Ranks) -> Path:
-    """Collective. Returns the path of the complete checkpoint."""
+def write_state(
+    state: State,
+    final: Path,
+    step: int,
+    hosts: Hosts,
+    check_room: Callable[[int], None] | None = None,
+) -> Path:
+    """Collective. Returns the path of the complete checkpoint, `final` on this host.
+
+    Args:
+        check_room: raises CheckpointError on a host that has no room for that many bytes; by
+            default the disk's free space decides.
+    """
     saving: Path | None = None
+    ranks = hosts.ranks
     try:
         plan = make_plan(ranks.on_all(lambda: parts_of(state.tensors)))
-        _check_space(plan, final, ranks)
-        saving = ranks.on_rank0(lambda: store.begin(final))
+        needed = _size_bytes(plan, hosts)
+        check = check_room or (lambda size: _check_disk(size, final, ranks.rank))
+        ranks.on_all(lambda: check(needed))
+        saving = hosts.on_leaders(lambda: store.begin(final))[hosts.own]
         entries = ranks.on_all(lambda: _write_own(state, plan, saving, ranks.rank))
-        files = dict(e for e in entries if e is not None)
-        return ranks.on_rank0(lambda: _finish(state, plan, saving, step, files))
+        files = {rank: entry for rank, entry in enumerate(entries) if entry is not None}
+        move_files(_copies(files, hosts), ranks, saving)
+        named = {file_name(rank): entry for rank, entry in files.items()}
+        return hosts.on_leaders(lambda: _finish(state, plan, saving, step, named))[hosts.own]
     except RuntimeError as error:  # CheckpointError, or what `Ranks` makes of a rank's error
-        if saving is not None and ranks.rank == 0:
+        if saving is not None and hosts.leads:
             store.discard(saving)
         text = (
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}; "
@@ -52,25 +73,25 @@ def write_state(state: State, final: Path, step: int, ranks: Ranks) -> Path:
         raise ranks.agreed(CheckpointError(text), ranks.reporter) from error
 
 
-def _check_space(plan: Plan, final: Path, ranks: Ranks) -> None:
-    """Before anything is written, on every rank: the directory is one for all of them."""
-    sizes = [p.size_bytes + _PER_PART_BYTES for parts in plan.parts for p in parts]
-    needed = sum(sizes) + _RESERVE_BYTES
+def _size_bytes(plan: Plan, hosts: Hosts) -> int:
+    """What this rank's host will hold."""
+    parts = [p for rank in hosts.kept_on(hosts.own) for p in plan.parts[rank]]
+    return sum(p.size_bytes + _PER_PART_BYTES for p in parts) + _RESERVE_BYTES
 
-    def check() -> None:
-        existing = final.parent
-        while not existing.exists():
-            existing = existing.parent
-        found = os.statvfs(existing)
-        free = found.f_bavail * found.f_frsize
-        if needed > free:
-            raise CheckpointError(
-                f"rank {ranks.rank}: {needed:,} bytes are needed and {free:,} are free on the "
-                f"disk of {existing}; free some, or lower checkpoint.keep (the checkpoints that "
-                "are to be deleted stay until the new one is complete)"
-            )
 
-    ranks.on_all(check)
+def _check_disk(needed: int, final: Path, rank: int) -> None:
+    """Before anything is written, on every rank."""
+    existing = final.parent
+    while not existing.exists():
+        existing = existing.parent
+    found = os.statvfs(existing)
+    free = found.f_bavail * found.f_frsize
+    if needed > free:
+        raise CheckpointError(
+            f"rank {rank}: {needed:,} bytes are needed and {free:,} are free on the "
+            f"disk of {existing}; free some, or lower checkpoint.keep (the checkpoints that "
+            "are to be deleted stay until the new one is complete)"
+        )
 
 
 def _layout(parts: tuple[Part, ...]) -> FileLayout:
@@ -85,7 +106,13 @@ def _name_in_file(part: Part) -> str:
     return f"{part.key}@{','.join(map(str, part.box.start))}"
 
 
-def _write_own(state: State, plan: Plan, saving: Path, rank: int) -> tuple[str, FileEntry] | None:
+def _copies(files: dict[int, FileEntry], hosts: Hosts) -> list[Move]:
+    """Every file once more, on a neighbour host where there is one."""
+    pairs = [(rank, hosts.neighbour_of(rank)) for rank in files]
+    return [Move(file_name(r), files[r], r, other) for r, other in pairs if other is not None]
+
+
+def _write_own(state: State, plan: Plan, saving: Path, rank: int) -> FileEntry | None:
     parts = plan.parts[rank]
     if not parts:
         return None
@@ -98,7 +125,7 @@ def _write_own(state: State, plan: Plan, saving: Path, rank: int) -> tuple[str, 
             local, _, _ = local_part(state.tensors[key], key)
             if local.numel():  # one tensor at a time comes from the device
                 writer.write(storage_bytes(local.cpu().contiguous()))
-        return file_name(rank), writer.finish()
+        return writer.finish()
     finally:
         writer.abandon()
 
