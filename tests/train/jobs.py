@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,30 @@ class StopAfter:
         return "SIGTERM" if self._left == 0 else ""
 
 
+class Killed(BaseException):
+    """What `DieIn` raises: nothing in a job expects it."""
+
+
+class DieIn:
+    """An end without a word in this rank's n-th step, before the optimizer's."""
+
+    def __init__(self, step: int) -> None:
+        self._left = step
+
+    @property
+    def by(self) -> str:
+        self._left -= 1
+        if self._left == 0:
+            raise Killed
+        return ""
+
+
 def run_job(
     directory: Path,
     *,
     config_file: Path | None = None,
     stop_after: int | None = None,
+    die_in: int = 0,
     **overrides: Any,
 ) -> None:
     """One rank of the tiny job; every rank of the pool calls it. Keys: `train__steps=3`."""
@@ -55,8 +75,9 @@ def run_job(
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
     values |= {"run.dir": str(directory), "run.device": "cpu"}
     loaded = load_config(config_file, [(key, _text(value)) for key, value in values.items()])
-    stop: Any = StopAfter(stop_after)
-    train(loaded, Ranks(), torch.device("cpu"), stop)
+    stop: Any = DieIn(die_in) if die_in else StopAfter(stop_after)
+    with contextlib.suppress(Killed):
+        train(loaded, Ranks(), torch.device("cpu"), stop)
     dist.barrier()
 
 

@@ -70,17 +70,18 @@ KEYS = ("step", "loss", "grad_norm", "val_loss")
 
 
 def run(folder: Path, name: str, number: int, *arguments: str, command: Any = SHARDWISE) -> Any:
-    """A job in a folder of its own; (exit code, stderr, rows without times)."""
+    """A job in a folder of its own; (exit code, all that it said, rows without times)."""
     where = folder / name
     where.mkdir()
     (where / "text.txt").write_text("one two three four five six seven " * 200)
     (where / "striking.py").write_text(MODEL)
     # Two micro-batches a step and rank and, in every third step, two evaluations: the 13th forward
-    # lies in step 5, after the checkpoint of step 4.
+    # lies in step 6, two steps after a checkpoint.
     (where / "job.toml").write_text(JOB.format(number=int(number), at=13))
     limit_s = "5" if number == signal.SIGSTOP else "100"
     environment = {**os.environ, "XDG_CACHE_HOME": str(where), "SHARDWISE_WAIT_LIMIT_S": limit_s}
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "2"
+    environment["SHARDWISE_MEMORY_DIR"] = str(where / "memory")
     done = subprocess.run(
         [*command, "job.toml", "--run.dir=run", *arguments],
         cwd=where,
@@ -92,7 +93,7 @@ def run(folder: Path, name: str, number: int, *arguments: str, command: Any = SH
     )
     rows = [json.loads(line) for line in (where / "run/metrics.jsonl").read_text().splitlines()]
     numbers = [{key: row[key] for key in KEYS if key in row} for row in rows]
-    return done.returncode, done.stderr, numbers
+    return done.returncode, done.stderr + done.stdout, numbers
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,26 @@ def test_torchrun_restarts_it_too(tmp_path: Path, expected: Any) -> None:
     assert code == 0, err
     assert (tmp_path / "job/struck").exists()
     assert rows == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (SHARDWISE, ["--nproc=2", "--max-restarts=1", "--min-ranks=1"]),
+        ([*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1", "-m", "shardwise.train"], []),
+    ],
+)
+def test_a_killed_rank_loses_no_step_that_memory_has(
+    tmp_path: Path, expected: Any, command: Any, options: list[str]
+) -> None:
+    copies = ["--checkpoint.every=0", "--checkpoint.memory_every=1"]
+    code, said, rows = run(tmp_path, "job", signal.SIGKILL, *options, *copies, command=command)
+    assert code == 0, said
+    assert f"continuing from memory at step 5: {tmp_path}/job/memory/" in said
+    if command is SHARDWISE:
+        assert "on 1 rank instead of 2, from the last checkpoint or copy in memory" in said
+    assert rows == expected
+    assert list((tmp_path / "job/memory").iterdir()) == []
 
 
 def test_which_rank_was_the_cause() -> None:

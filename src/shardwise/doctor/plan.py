@@ -115,7 +115,12 @@ def shrunk(config: Config, num_steps: int, num_micro_batches: int) -> Config:
             offload_activations=False,
         ),
         checkpoint=replace(
-            config.checkpoint, every=0, resume="auto", background=False, rehearsal=False
+            config.checkpoint,
+            every=0,
+            memory_every=0,
+            resume="auto",
+            background=False,
+            rehearsal=False,
         ),
     )
 

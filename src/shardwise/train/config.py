@@ -161,6 +161,9 @@ class MeshConfig:
 class CheckpointConfig:
     every: int = 20
     """Steps between checkpoints; the last step and SIGTERM save too. 0: only these."""
+    memory_every: int = 0
+    """Steps between copies in the hosts' memory, from which a restart goes on without the disk; 0:
+    none."""
     keep: int = 2
     """How many complete checkpoints stay; 0: all."""
     resume: str = "auto"
@@ -242,6 +245,7 @@ _AT_LEAST: dict[str, float | None] = {
     "optim.final_lr_ratio": 0,
     "mesh.replicate": 1,
     "checkpoint.every": 0,
+    "checkpoint.memory_every": 0,
     "checkpoint.keep": 0,
     "log.every": 1,
 }

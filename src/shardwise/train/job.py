@@ -12,12 +12,14 @@ from shardwise.checkpoint.files import replace_file
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
+from shardwise.errors import TrainingError
 from shardwise.train import numerics
 from shardwise.train.config import Config, resolved_strategy, world_problems
 from shardwise.train.config_file import LoadedConfig, config_as_toml
 from shardwise.train.console import Console
 from shardwise.train.data import open_data
 from shardwise.train.loop import Job, run_steps
+from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import build_model, shard_and_fill
 from shardwise.train.optimizer import build_optimizer
@@ -52,6 +54,10 @@ def _run(job: Job, notes: list[str]) -> None:
     job.console.start(job.step)
     try:
         end = run_steps(job)
+        forget_copies(job)
+    except TrainingError:  # to go on just before it would end alike
+        forget_copies(job)
+        raise
     finally:
         job.console.stop()
         if job.metrics is not None:
@@ -75,8 +81,9 @@ def build_job(
         keep=config.checkpoint.keep,
         background=config.checkpoint.background,
     )
-    start, notes = find_start(config, manager, ranks, data, model, device)
-    if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
+    start = find_start(config, manager, find_copies(run_dir, ranks), ranks, data, model, device)
+    notes, found = start.notes, start.checkpoint
+    if found is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
     shard_and_fill(model, config, device, ranks.world_size)
@@ -87,18 +94,22 @@ def build_job(
     ranks.on_each(lambda: numerics.check(config, model, optimizer))
     step = position = 0
     seed_rng(config.run.seed, step, ranks.rank)
-    if start is not None:
+    if found is not None:
+        if start.copies is not None:
+            start.copies.bring(found, model)
         # Learning rate and decay are configuration: a changed one takes effect.
-        restored = manager.load(start, model, optimizer, options=False)
-        step, position = start.step, restored.extra["position"]
-        notes.append(f"continuing from {start.path}")
+        restored = manager.load(found, model, optimizer, options=False)
+        step, position = found.step, restored.extra["position"]
+        where = f"memory at step {step}: " if start.copies is not None else ""
+        notes.append(f"continuing from {where}{found.path}")
         if not restored.rng_restored and config.run.reproducible != "any_world":
             seed_rng(config.run.seed, step, ranks.rank)
             notes.append(
-                f"written by {start.world_size} ranks, now {ranks.world_size}: random streams "
+                f"written by {found.world_size} ranks, now {ranks.world_size}: random streams "
                 "(dropout) start anew, everything else continues"
             )
     ranks.on_rank0(lambda: _open_run_dir(config, run_dir))
+    copies = keep_copies(config, run_dir, ranks, start.copies)
     job = Job(
         config=config,
         ranks=ranks,
@@ -107,6 +118,7 @@ def build_job(
         model=model,
         optimizer=optimizer,
         checkpoints=manager,
+        copies=copies,
         metrics=MetricsFile(run_dir.metrics_file, step) if ranks.rank == 0 else None,
         console=Console(
             total_steps=config.train.steps, line_every=config.log.every, silent=ranks.rank != 0
@@ -114,8 +126,15 @@ def build_job(
         stop=stop,
         step=step,
         position=position,
+        saved_step=step if start.copies is None else 0,
     )
     return job, notes
+
+
+def forget_copies(job: Job) -> None:
+    """Gives memory back when the job has ended; one that is killed leaves it to its next start."""
+    if job.copies is not None:
+        job.copies.clear()
 
 
 def _open_run_dir(config: Config, run_dir: RunDir) -> None:

@@ -96,6 +96,7 @@ def _run_until_done(
         _say(
             f"{failure}; restart {number} of {restarts.most} on {ranks}"
             f"{f' instead of {before}' if nproc != before else ''}, from the last checkpoint"
+            f"{' or copy in memory' if loaded.config.checkpoint.memory_every else ''}"
         )
     raise AssertionError("the last round returns")
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwise import check_finite, clip_grad_norm_, no_sync
 from shardwise.checkpoint.manager import CheckpointManager
+from shardwise.checkpoint.memory import MemoryCopies
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.board import all_reduce
 from shardwise.engine.reproducible import ReproducibleRun
@@ -45,7 +46,8 @@ Step = Callable[[], tuple[dict[str, Any], str]]
 
 @dataclass(slots=True)
 class Job:
-    """Everything a running job consists of; `step` and `position` are what it has done so far."""
+    """Everything a running job consists of; `step` and `position` are what it has done so far,
+    `saved_step` what of it is on disk."""
 
     config: Config
     ranks: Ranks
@@ -54,11 +56,13 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     checkpoints: CheckpointManager
+    copies: MemoryCopies | None
     metrics: MetricsFile | None
     console: Console
     stop: StopRequest
     step: int = 0
     position: int = 0
+    saved_step: int = 0
 
 
 def run_steps(job: Job) -> str:
@@ -84,7 +88,7 @@ def stepping(job: Job) -> Iterator[Step]:
 
 
 def _steps(job: Job, step: Step) -> str:
-    config, saved_step, first_step = job.config, job.step, job.step + 1
+    config, first_step = job.config, job.step + 1
     while job.step < config.train.steps:
         row, stopped = step()
         last = job.step == config.train.steps
@@ -93,19 +97,25 @@ def _steps(job: Job, step: Step) -> str:
         if job.metrics is not None:
             job.metrics.write(row)
         job.console.step(row)
-        if last or stopped or (config.checkpoint.every and job.step % config.checkpoint.every == 0):
+        saves = last or bool(stopped) or _due(config.checkpoint.every, job.step)
+        # The first one shows whether there is room; a step that is on disk needs no other copy.
+        copies = job.step == first_step or _due(config.checkpoint.memory_every, job.step)
+        if saves:
             save(job)
-            saved_step = job.step
         elif job.step == first_step and config.checkpoint.rehearsal:
             job.checkpoints.rehearse(job.step, job.model, job.optimizer, extra=_extra(job))
+        if copies and (not saves or config.checkpoint.background):
+            copy_to_memory(job)
         if stopped and not last:
             job.checkpoints.close()
-            return f"stopped by {stopped} after step {saved_step}, saved; start again to continue"
+            return f"stopped by {stopped} after step {job.step}, saved; start again to continue"
+    if job.saved_step < job.step:  # went on from memory and had no step left to take
+        save(job)
     job.checkpoints.close()
     return f"finished step {job.step}"
 
 
-def _due(every: int, step: int, last: bool) -> bool:
+def _due(every: int, step: int, last: bool = False) -> bool:
     return every > 0 and (last or step % every == 0)
 
 
@@ -220,6 +230,15 @@ def save(job: Job) -> None:
     if job.metrics is not None:
         job.metrics.sync()
     job.checkpoints.save(job.step, job.model, job.optimizer, extra=_extra(job))
+    job.saved_step = job.step
+
+
+def copy_to_memory(job: Job) -> None:
+    if job.copies is None or not job.config.checkpoint.memory_every:
+        return
+    if job.metrics is not None:
+        job.metrics.sync()
+    job.copies.save(job.step, job.model, job.optimizer, extra=_extra(job))
 
 
 def _extra(job: Job) -> dict[str, Any]:

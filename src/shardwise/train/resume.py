@@ -1,5 +1,7 @@
-"""Where a job starts: at the newest whole checkpoint of its run directory, at a named one, or at
-zero.
+"""Where a job starts: at the newest whole state of its run, a copy in memory or a checkpoint on
+disk, at a named checkpoint, or at zero.
+
+A copy is looked at first. Where it is newer than all on disk, these are not read.
 
 Everything is checked before anything is written: another model, other data or another optimizer is
 refused with one error that lists what differs.
@@ -7,6 +9,7 @@ refused with one error that lists what differs.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,6 +17,7 @@ from torch import nn
 
 from shardwise.checkpoint.loading import differences
 from shardwise.checkpoint.manager import CheckpointManager, read_extra
+from shardwise.checkpoint.memory import MemoryCopies
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.store import Checkpoint
@@ -23,21 +27,37 @@ from shardwise.train.config import Config
 from shardwise.train.data import Data
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """`checkpoint`: where the job goes on, None for the beginning; `copies`: those in memory that
+    it is one of, None for one on disk; `notes`: what the user should know about the choice."""
+
+    checkpoint: Checkpoint | None
+    copies: MemoryCopies | None
+    notes: list[str]
+
+
 def find_start(
     config: Config,
     manager: CheckpointManager,
+    copies: MemoryCopies | None,
     ranks: Ranks,
     data: Data,
     model: nn.Module,
     device: torch.device,
-) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to start from, and what the user should know about the choice."""
-    newest, skipped = manager.latest()
+) -> Start:
+    """Where the job starts. Collective; ConfigError for what it cannot go on from."""
+    in_memory, damaged = copies.latest() if copies is not None else (None, [])
+    newest, skipped = manager.latest(at_least=in_memory.step if in_memory is not None else 0)
+    skipped = damaged + skipped
     notes = [f"skipped {text}" for text in skipped]
+    if newest is None:
+        newest = in_memory
     resume = config.checkpoint.resume
     if resume == "off" and (newest is not None or skipped):
+        where = newest.path.parent if newest is not None else manager.directory
         raise ConfigError(
-            f"checkpoint.resume: is off, but {manager.directory} holds checkpoints; "
+            f"checkpoint.resume: is off, but {where} holds checkpoints; "
             "use another run.dir, or resume = 'auto'"
         )
     if newest is None and resume not in ("auto", "off"):
@@ -45,11 +65,11 @@ def find_start(
     if newest is None:
         if skipped:
             notes.append("no complete checkpoint is left; starting from the beginning")
-        return None, notes
+        return Start(None, None, notes)
     found = newest
     ranks.on_each(lambda: _check(found, config, data, model))
     ranks.on_each(lambda: _check_numerics(found, config, device, ranks))
-    return found, notes
+    return Start(found, copies if found is in_memory else None, notes)
 
 
 def _open_named(manager: CheckpointManager, path: Path) -> Checkpoint:
