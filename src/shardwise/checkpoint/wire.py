@@ -8,14 +8,13 @@ arrives is written with checksums, which must be those of the file, and gets its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwise.checkpoint.files import CheckedFile, CheckedWriter, FileEntry
 from shardwise.checkpoint.placement import storage_bytes
@@ -38,112 +37,87 @@ def move_files(moves: Sequence[Move], ranks: Ranks, folder: Path) -> None:
     """Carries out moves between the folders of the ranks, `folder` on this one. Collective: all
     ranks name the same moves. CheckpointError on all of them if one could not be done."""
     if moves:
-        ranks.on_each(lambda: _move(moves, ranks, folder))
+        ranks.on_each(lambda: _Transfer(moves, ranks, folder).run())
 
 
-def _move(moves: Sequence[Move], ranks: Ranks, folder: Path) -> None:
-    ends: list[_Outgoing | _Incoming] = []
-    for tag, move in enumerate(moves):
-        if move.source == ranks.rank:
-            ends.append(_Outgoing(move, folder, ranks, tag))
-        elif move.target == ranks.rank:
-            ends.append(_Incoming(move, folder, ranks, tag))
-    for piece in range(max((end.num_pieces for end in ends), default=0)):
-        started = [(end, *end.start(piece)) for end in ends if piece < end.num_pieces]
-        for end, work, buffer in started:
+class _Transfer:
+    """This rank's ends of the moves, by their numbers. What fails waits for the end: peers wait for
+    all pieces, whatever is in them."""
+
+    def __init__(self, moves: Sequence[Move], ranks: Ranks, folder: Path) -> None:
+        self._group, self._folder = ranks.group, folder
+        numbered = list(enumerate(moves))
+        self._outgoing = [(tag, move) for tag, move in numbered if move.source == ranks.rank]
+        self._incoming = [(tag, move) for tag, move in numbered if move.target == ranks.rank]
+        self._readers: dict[int, CheckedFile] = {}
+        self._writers: dict[int, CheckedWriter] = {}
+        self._troubles: list[CheckpointError] = []
+
+    def run(self) -> None:
+        for tag, move in self._outgoing:  # without checksums: they are compared on arrival
+            with self._collecting(move):
+                self._readers[tag] = CheckedFile(self._folder / move.name)
+        for tag, move in self._incoming:
+            with self._collecting(move):
+                self._writers[tag] = CheckedWriter(self._draft(move), move.entry.size_bytes)
+        sizes = [move.entry.size_bytes for _, move in self._outgoing + self._incoming]
+        for start in range(0, max(sizes, default=0), PIECE_BYTES):
+            self._move_piece(start)
+        for reader in self._readers.values():
+            reader.close()
+        for tag, move in self._incoming:
+            with self._collecting(move):
+                self._finish(tag, move)
+        if self._troubles:
+            raise self._troubles[0]
+
+    def _move_piece(self, start: int) -> None:
+        works, arriving = [], []
+        for tag, move in self._incoming:
+            if start < move.entry.size_bytes:
+                buffer = _piece(move, start)
+                arriving.append((tag, move, buffer))
+                works.append(dist.irecv(buffer, None, self._group, tag, move.source))
+        for tag, move in self._outgoing:
+            if start < move.entry.size_bytes:
+                buffer = _piece(move, start)
+                if tag in self._readers:
+                    with self._collecting(move):
+                        self._readers[tag].read_into(start, storage_bytes(buffer))
+                works.append(dist.isend(buffer, None, self._group, tag, move.target))
+        for work in works:
+            assert work is not None
             work.wait()
-            end.end(buffer)
-    for end in ends:
-        end.finish()
-    for end in ends:
-        if end.trouble is not None:
-            raise end.trouble
+        for tag, move, buffer in arriving:
+            writer = self._writers.pop(tag, None)
+            if writer is not None:
+                with self._collecting(move):
+                    writer.write(storage_bytes(buffer))
+                    self._writers[tag] = writer
 
+    def _finish(self, tag: int, move: Move) -> None:
+        path, draft, writer = self._folder / move.name, self._draft(move), self._writers.get(tag)
+        if writer is not None and writer.finish() == move.entry:
+            draft.rename(path)
+            return
+        draft.unlink(missing_ok=True)
+        if writer is not None:
+            text = f"{path}: other bytes arrived than rank {move.source} has"
+            raise CheckpointError(text)
 
-class _End:
-    """One side of a move. What fails here is raised at the end: the other side waits for all
-    pieces."""
+    def _draft(self, move: Move) -> Path:
+        return self._folder / f".coming_{move.name}"
 
-    def __init__(self, move: Move, folder: Path, ranks: Ranks, tag: int) -> None:
-        self.move, self.path = move, folder / move.name
-        self.group, self.tag = ranks.group, tag
-        self.trouble: CheckpointError | None = None
-
-    @property
-    def num_pieces(self) -> int:
-        return -(-self.move.entry.size_bytes // PIECE_BYTES)
-
-    def buffer(self, piece: int) -> Tensor:
-        left = self.move.entry.size_bytes - piece * PIECE_BYTES
-        return torch.zeros(min(PIECE_BYTES, left), dtype=torch.uint8)
-
-    def failed(self, error: OSError | CheckpointError) -> None:
-        if isinstance(error, OSError):
-            error = CheckpointError(f"{self.path}: cannot be written: {error.strerror}")
-        self.trouble = self.trouble or error
-
-
-class _Outgoing(_End):
-    """Reads without the checksums: they are compared where the bytes arrive."""
-
-    def __init__(self, move: Move, folder: Path, ranks: Ranks, tag: int) -> None:
-        super().__init__(move, folder, ranks, tag)
-        self._file: CheckedFile | None = None
+    @contextlib.contextmanager
+    def _collecting(self, move: Move) -> Iterator[None]:
         try:
-            self._file = CheckedFile(self.path)
+            yield
         except CheckpointError as error:
-            self.failed(error)
-
-    def start(self, piece: int) -> tuple[Any, Tensor]:
-        buffer = self.buffer(piece)
-        try:
-            if self._file is not None and self.trouble is None:
-                self._file.read_into(piece * PIECE_BYTES, storage_bytes(buffer))
-        except CheckpointError as error:
-            self.failed(error)
-        work = dist.isend(buffer, group=self.group, tag=self.tag, group_dst=self.move.target)
-        return work, buffer
-
-    def end(self, buffer: Tensor) -> None:
-        """The buffer was kept until it was sent."""
-
-    def finish(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-class _Incoming(_End):
-    """Writes under another name until the last byte is there and right."""
-
-    def __init__(self, move: Move, folder: Path, ranks: Ranks, tag: int) -> None:
-        super().__init__(move, folder, ranks, tag)
-        self._draft = folder / f".coming_{move.name}"
-        self._writer: CheckedWriter | None = None
-        try:
-            self._writer = CheckedWriter(self._draft, move.entry.size_bytes)
+            self._troubles.append(error)
         except OSError as error:
-            self.failed(error)
+            text = f"{self._folder / move.name}: cannot be moved: {error.strerror}"
+            self._troubles.append(CheckpointError(text))
 
-    def start(self, piece: int) -> tuple[Any, Tensor]:
-        buffer = self.buffer(piece)
-        work = dist.irecv(buffer, group=self.group, tag=self.tag, group_src=self.move.source)
-        return work, buffer
 
-    def end(self, buffer: Tensor) -> None:
-        try:
-            if self._writer is not None and self.trouble is None:
-                self._writer.write(storage_bytes(buffer))
-        except OSError as error:
-            self.failed(error)
-
-    def finish(self) -> None:
-        if self.trouble is None and self._writer is not None:
-            if self._writer.finish() != self.move.entry:
-                text = f"{self.path}: other bytes arrived than rank {self.move.source} has"
-                self.failed(CheckpointError(text))
-            else:
-                self._draft.rename(self.path)
-        if self.trouble is not None:
-            if self._writer is not None:
-                self._writer.abandon()
-            self._draft.unlink(missing_ok=True)
+def _piece(move: Move, start: int) -> torch.Tensor:
+    return torch.zeros(min(PIECE_BYTES, move.entry.size_bytes - start), dtype=torch.uint8)
