@@ -224,6 +224,14 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def text_of(path: Path) -> str:
+    """The content of a small file; empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file so that readers, and a crash, see the old or the new content, never a
     mixture."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from shardwise.checkpoint.files import text_of
 from shardwise.checkpoint.ranks import Ranks
 
 _T = TypeVar("_T")
@@ -78,8 +79,4 @@ class Hosts:
 
 def _identity(folder: Path) -> str:
     found = folder.stat()
-    try:
-        machine = _BOOT_ID.read_text().strip()
-    except OSError:
-        machine = socket.gethostname()
-    return f"{machine} {found.st_dev} {found.st_ino}"
+    return f"{text_of(_BOOT_ID) or socket.gethostname()} {found.st_dev} {found.st_ino}"

@@ -162,20 +162,17 @@ def holds(source: Source, key: str, tensor: Tensor) -> bool:
 def files_to_read(source: CheckpointSource, model: nn.Module, rank: int) -> set[str]:
     """The files in which lies what this rank loads: its parts of parameters and of what optimizers
     keep for them, its random state, and whole what is laid out otherwise."""
-    own, boxes = State(), dict[str, tuple[tuple[int, ...], Box]]()
+    own, found = State(), set[str]()
     own.add_model(model)
-    for key, tensor in own.tensors.items():
-        boxes[key.removeprefix(MODEL)] = (tuple(tensor.shape), local_part(tensor, key)[1])
-    found: set[str] = set()
+    parts = {k: ((*t.shape,), local_part(t, k)[1]) for k, t in own.tensors.items()}
     for key, chunks in source.chunks.items():
         if key.startswith(RNG) and not key.startswith(f"{RNG}{rank}."):
             continue
-        shape, wanted = source.tensors[key].shape, Box.whole(source.tensors[key].shape)
-        name = key.removeprefix(MODEL)
-        if key.startswith(OPTIM):
-            name = key.removeprefix(OPTIM).rpartition(".")[0]
-        if name in boxes and boxes[name][0] == shape:
-            wanted = boxes[name][1]
+        of_slot = key.startswith(OPTIM)
+        owner = MODEL + key.removeprefix(OPTIM).rpartition(".")[0] if of_slot else key
+        shape, part = parts.get(owner, (None, None))
+        whole = source.tensors[key].shape
+        wanted = part if part is not None and shape == whole else Box.whole(whole)
         found |= {c.file for c in chunks if c.box.meet(wanted) is not None}
     return found
 

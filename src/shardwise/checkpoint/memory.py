@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.checkpoint import store
-from shardwise.checkpoint.files import replace_file
+from shardwise.checkpoint.files import replace_file, text_of
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.loading import files_to_read
@@ -44,8 +45,8 @@ class _Held:
 
     step: int
     digest: str
-    all_files: frozenset[str]
-    files: frozenset[str]
+    all_files: set[str]
+    files: set[str]
 
 
 class MemoryCopies:
@@ -119,10 +120,8 @@ class MemoryCopies:
             held = [next((h for h in row if h.digest == digest), None) for row in by_host]
             path, damaged = self.folder / store.step_name(step), self._damaged(step, held)
             messages += [text for texts in damaged for text in texts.values()]
-            whole = [
-                set(h.files - texts.keys()) if h else set[str]()
-                for h, texts in zip(held, damaged, strict=True)
-            ]
+            pairs = zip(held, damaged, strict=True)
+            whole = [h.files - texts.keys() if h else set[str]() for h, texts in pairs]
             wanted = next(h.all_files for h in held if h)
             if lost := wanted - set().union(*whole):
                 messages.append(f"{path}: no host has {', '.join(sorted(lost))} whole")
@@ -134,7 +133,7 @@ class MemoryCopies:
     def _list(self) -> tuple[list[_Held], list[str]]:
         """What this host has: files of the right size, not read yet; and what cannot be listed."""
         found, messages = [], []
-        if owner_of(self.folder) != self._owner:
+        if text_of(self.folder / OWNER) != self._owner:
             return [], []
         for path in self.folder.glob("step_*"):
             try:
@@ -142,15 +141,14 @@ class MemoryCopies:
             except CheckpointError as error:
                 messages.append(str(error))
                 continue
-            names = manifest.files.keys()
-            here = [n for n in names if _size(path / n) == manifest.files[n].size_bytes]
+            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+            here = {n for n, entry in manifest.files.items() if sizes.get(n) == entry.size_bytes}
             digest = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
-            found.append(_Held(manifest.step, digest, frozenset(names), frozenset(here)))
+            found.append(_Held(manifest.step, digest, set(manifest.files), here))
         return found, messages
 
     def _damaged(self, step: int, held: list[_Held | None]) -> list[dict[str, str]]:
-        """By host, its damaged files and what is wrong with each; the ranks of a host share the
-        reading."""
+        """By host, what is wrong with which files; the ranks of a host share the reading."""
         own, group = held[self._hosts.own], self._hosts.group
 
         def verify() -> dict[str, str]:
@@ -169,18 +167,15 @@ class MemoryCopies:
 
     def _open(self, path: Path, has_manifest: list[bool]) -> Checkpoint:
         """The copy at `path` on every host, its index included."""
-        first = has_manifest.index(True)
-
-        def read() -> bytes:
-            return (path / MANIFEST).read_bytes() if self._hosts.own == first else b""
-
-        content = self._hosts.on_leaders(read)[first]
+        own, first = self._hosts.own, has_manifest.index(True)
+        manifest = path / MANIFEST
+        content = self._hosts.on_leaders(lambda: manifest.read_bytes() if own == first else b"")
 
         def write() -> None:
-            if not has_manifest[self._hosts.own]:
+            if not has_manifest[own]:
                 store.discard(path)  # another copy of the same step, which is not whole
                 path.mkdir(parents=True)
-                replace_file(path / MANIFEST, content)
+                replace_file(manifest, content[first])
 
         self._hosts.on_leaders(write)
         checkpoint = self._ranks.on_each(lambda: store.read_manifest(path))
@@ -190,16 +185,12 @@ class MemoryCopies:
     def bring(self, checkpoint: Checkpoint, model: nn.Module) -> None:
         """What ranks will read of the copy that `latest` found, to fill this (sharded) model and
         its optimizers, comes to their hosts."""
-        if len(self._hosts.groups) == 1:
-            return
-
-        def needed() -> set[str]:
-            source = CheckpointSource(checkpoint)
-            source.close()
-            return files_to_read(source, model, self._ranks.rank)
-
-        names = self._ranks.on_all(needed)
-        groups = self._hosts.groups
+        groups, source = (
+            self._hosts.groups,
+            self._ranks.on_each(lambda: CheckpointSource(checkpoint)),
+        )
+        source.close()
+        names = self._ranks.on_all(lambda: files_to_read(source, model, self._ranks.rank))
         self._bring(checkpoint, [set().union(*(names[r] for r in group)) for group in groups])
 
     def _bring(self, checkpoint: Checkpoint, wanted: list[set[str]]) -> None:
@@ -207,13 +198,11 @@ class MemoryCopies:
         groups, files = self._hosts.groups, checkpoint.files
         for host, names in enumerate(wanted):
             for name in sorted(names - self._files[host]):
-                turn = len(moves)  # the ranks of those that have it take turns
+                # Of the ranks that can, another one each time.
+                turn, targets = len(moves), groups[host]
                 sources = [r for h, g in enumerate(groups) if name in self._files[h] for r in g]
-                source, target = (
-                    sources[turn % len(sources)],
-                    groups[host][turn % len(groups[host])],
-                )
-                moves.append(Move(name, files[name], source, target))
+                pair = sources[turn % len(sources)], targets[turn % len(targets)]
+                moves.append(Move(name, files[name], *pair))
         coming = sum(m.entry.size_bytes for m in moves if m.target in self._hosts.group)
         self._ranks.on_all(lambda: self._check_room(coming))
         move_files(moves, self._ranks, checkpoint.path)
@@ -221,26 +210,7 @@ class MemoryCopies:
             held |= names
 
 
-def owner_of(folder: Path) -> str:
-    """The owner of copies; empty where there are none."""
-    try:
-        return (folder / OWNER).read_text()
-    except OSError:
-        return ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
 def _available_bytes() -> int:
     """What the machine can give without swapping: a folder in memory may promise more."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 2**63
-    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return int(kib) * 1024 if kib is not None else 2**63
+    found = re.search(r"MemAvailable: +(\d+) kB", text_of(Path("/proc/meminfo")))
+    return int(found[1]) * 1024 if found else 2**63

@@ -44,12 +44,8 @@ def write_state(
     hosts: Hosts,
     check_room: Callable[[int], None] | None = None,
 ) -> Path:
-    """Collective. Returns the path of the complete checkpoint, `final` on this host.
-
-    Args:
-        check_room: raises CheckpointError on a host that has no room for that many bytes; by
-            default the disk's free space decides.
-    """
+    """Collective. Returns the path of the complete checkpoint, `final` on this host. `check_room`
+    raises CheckpointError where there is no room for so many bytes; by default the disk decides."""
     saving: Path | None = None
     ranks = hosts.ranks
     try:

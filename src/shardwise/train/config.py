@@ -162,8 +162,7 @@ class CheckpointConfig:
     every: int = 20
     """Steps between checkpoints; the last step and SIGTERM save too. 0: only these."""
     memory_every: int = 0
-    """Steps between copies in the hosts' memory, from which a restart goes on without the disk; 0:
-    none."""
+    """Steps between copies in memory, from which a restart goes on without the disk; 0: none."""
     keep: int = 2
     """How many complete checkpoints stay; 0: all."""
     resume: str = "auto"

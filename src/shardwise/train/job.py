@@ -54,9 +54,11 @@ def _run(job: Job, notes: list[str]) -> None:
     job.console.start(job.step)
     try:
         end = run_steps(job)
-        forget_copies(job)
-    except TrainingError:  # to go on just before it would end alike
-        forget_copies(job)
+        if job.copies is not None:
+            job.copies.clear()
+    except TrainingError:
+        if job.copies is not None:  # to go on from just before would end alike
+            job.copies.clear()
         raise
     finally:
         job.console.stop()
@@ -81,9 +83,9 @@ def build_job(
         keep=config.checkpoint.keep,
         background=config.checkpoint.background,
     )
-    start = find_start(config, manager, find_copies(run_dir, ranks), ranks, data, model, device)
-    notes, found = start.notes, start.checkpoint
-    if found is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
+    copies = find_copies(run_dir, ranks)
+    start, copies, notes = find_start(config, manager, copies, ranks, data, model, device)
+    if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
     shard_and_fill(model, config, device, ranks.world_size)
@@ -94,22 +96,21 @@ def build_job(
     ranks.on_each(lambda: numerics.check(config, model, optimizer))
     step = position = 0
     seed_rng(config.run.seed, step, ranks.rank)
-    if found is not None:
-        if start.copies is not None:
-            start.copies.bring(found, model)
+    if start is not None:
+        if copies is not None:
+            copies.bring(start, model)
         # Learning rate and decay are configuration: a changed one takes effect.
-        restored = manager.load(found, model, optimizer, options=False)
-        step, position = found.step, restored.extra["position"]
-        where = f"memory at step {step}: " if start.copies is not None else ""
-        notes.append(f"continuing from {where}{found.path}")
+        restored = manager.load(start, model, optimizer, options=False)
+        step, position = start.step, restored.extra["position"]
+        where = f"memory at step {step}: " if copies is not None else ""
+        notes.append(f"continuing from {where}{start.path}")
         if not restored.rng_restored and config.run.reproducible != "any_world":
             seed_rng(config.run.seed, step, ranks.rank)
             notes.append(
-                f"written by {found.world_size} ranks, now {ranks.world_size}: random streams "
+                f"written by {start.world_size} ranks, now {ranks.world_size}: random streams "
                 "(dropout) start anew, everything else continues"
             )
     ranks.on_rank0(lambda: _open_run_dir(config, run_dir))
-    copies = keep_copies(config, run_dir, ranks, start.copies)
     job = Job(
         config=config,
         ranks=ranks,
@@ -118,7 +119,7 @@ def build_job(
         model=model,
         optimizer=optimizer,
         checkpoints=manager,
-        copies=copies,
+        copies=keep_copies(config, run_dir, ranks, copies),
         metrics=MetricsFile(run_dir.metrics_file, step) if ranks.rank == 0 else None,
         console=Console(
             total_steps=config.train.steps, line_every=config.log.every, silent=ranks.rank != 0
@@ -126,15 +127,9 @@ def build_job(
         stop=stop,
         step=step,
         position=position,
-        saved_step=step if start.copies is None else 0,
+        saved_step=step if copies is None else 0,
     )
     return job, notes
-
-
-def forget_copies(job: Job) -> None:
-    """Gives memory back when the job has ended; one that is killed leaves it to its next start."""
-    if job.copies is not None:
-        job.copies.clear()
 
 
 def _open_run_dir(config: Config, run_dir: RunDir) -> None:

@@ -98,7 +98,7 @@ def _steps(job: Job, step: Step) -> str:
             job.metrics.write(row)
         job.console.step(row)
         saves = last or bool(stopped) or _due(config.checkpoint.every, job.step)
-        # The first one shows whether there is room; a step that is on disk needs no other copy.
+        # The first copy shows whether there is room; a step that is on disk needs none.
         copies = job.step == first_step or _due(config.checkpoint.memory_every, job.step)
         if saves:
             save(job)

@@ -17,13 +17,14 @@ import secrets
 from pathlib import Path
 
 from shardwise.checkpoint import store
-from shardwise.checkpoint.memory import MemoryCopies, owner_of
+from shardwise.checkpoint.files import replace_file, text_of
+from shardwise.checkpoint.memory import OWNER, MemoryCopies
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import CheckpointError
 from shardwise.train.config import Config
-from shardwise.train.run_dir import RunDir, memory_id
+from shardwise.train.run_dir import RunDir
 
-VARIABLE = "SHARDWISE_MEMORY_DIR"
+VARIABLE, MEMORY_ID = "SHARDWISE_MEMORY_DIR", "memory_id"
 
 
 def memory_dir() -> Path:
@@ -34,10 +35,9 @@ def memory_dir() -> Path:
 def find_copies(run_dir: RunDir, ranks: Ranks) -> MemoryCopies | None:
     """The copies that an earlier start of the run may have left; None where a host has no folder
     for them. Collective."""
-    name = ranks.on_rank0(lambda: memory_id(run_dir.path))
-    if not name or any(ranks.on_all(_problem)):
-        return None
-    return _copies(name, run_dir, ranks)
+    name = ranks.on_rank0(lambda: text_of(run_dir.path / MEMORY_ID))
+    usable = name and not any(ranks.on_all(_problem))
+    return _copies(name, run_dir, ranks) if usable else None
 
 
 def keep_copies(
@@ -46,16 +46,24 @@ def keep_copies(
     """Where this start keeps its copies: with those that it continues from, or under a new name;
     None without `checkpoint.memory_every`. Collective; CheckpointError where it cannot work."""
     copies = continued
-    if continued is None:
-        name = secrets.token_hex(8) if config.checkpoint.memory_every else ""
-        name = ranks.on_rank0(lambda: run_dir.set_memory_id(name))
-        if name:
+    if copies is None:
+        if config.checkpoint.memory_every:
             ranks.on_each(_check)
-            copies = _copies(name, run_dir, ranks)
+        name = ranks.on_rank0(lambda: _new_name(config, run_dir))
+        copies = _copies(name, run_dir, ranks) if name else None
     if copies is not None:
         copies.claim()
     ranks.on_each(_remove_stale)
     return copies
+
+
+def _new_name(config: Config, run_dir: RunDir) -> str:
+    """Written before anything is saved under it: what lies under the one before is nobody's."""
+    file = run_dir.path / MEMORY_ID
+    name = secrets.token_hex(8) if config.checkpoint.memory_every else ""
+    if name or file.exists():
+        replace_file(file, name.encode())
+    return name
 
 
 def _copies(name: str, run_dir: RunDir, ranks: Ranks) -> MemoryCopies:
@@ -64,10 +72,8 @@ def _copies(name: str, run_dir: RunDir, ranks: Ranks) -> MemoryCopies:
 
 def _check() -> None:
     if problem := _problem():
-        raise CheckpointError(
-            f"checkpoint.memory_every: {problem}; name a folder in memory in {VARIABLE}, or set "
-            "checkpoint.memory_every = 0"
-        )
+        text = f"{problem}; name a folder in memory in {VARIABLE}, or set it to 0"
+        raise CheckpointError(f"checkpoint.memory_every: {text}")
 
 
 def _problem() -> str:
@@ -86,6 +92,7 @@ def _remove_stale() -> None:
     """Folders of runs that are gone, or have another name for their copies by now. One whose run
     directory cannot be looked for, on a disk that is not mounted, stays."""
     for folder in memory_dir().glob("*"):
-        run_dir = Path(owner_of(folder))
-        if run_dir.name and run_dir.parent.is_dir() and memory_id(run_dir) != folder.name:
+        run_dir = Path(text_of(folder / OWNER))
+        can_tell = run_dir.name and run_dir.parent.is_dir()
+        if can_tell and text_of(run_dir / MEMORY_ID) != folder.name:
             store.discard(folder)

@@ -9,9 +9,8 @@ start again.
     exit 2, exit 4              a mistake, a loss that is no        the job ends: it would come
                                 number                              again
 
-Every restart is a start like any other, on all ranks that are left: from the newest complete
-checkpoint, or a newer copy in memory (`memory`). The steps since then are done again. No torch
-here.
+Every restart is a start like any other, on all ranks that are left: from the newest checkpoint or
+copy in memory (`memory`) that is whole. Steps since then are done again. No torch here.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ refused with one error that lists what differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,16 +26,6 @@ from shardwise.train.config import Config
 from shardwise.train.data import Data
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """`checkpoint`: where the job goes on, None for the beginning; `copies`: those in memory that
-    it is one of, None for one on disk; `notes`: what the user should know about the choice."""
-
-    checkpoint: Checkpoint | None
-    copies: MemoryCopies | None
-    notes: list[str]
-
-
 def find_start(
     config: Config,
     manager: CheckpointManager,
@@ -45,8 +34,9 @@ def find_start(
     data: Data,
     model: nn.Module,
     device: torch.device,
-) -> Start:
-    """Where the job starts. Collective; ConfigError for what it cannot go on from."""
+) -> tuple[Checkpoint | None, MemoryCopies | None, list[str]]:
+    """The checkpoint to start from, the copies in memory if it is one of these, and what the user
+    should know about the choice."""
     in_memory, damaged = copies.latest() if copies is not None else (None, [])
     newest, skipped = manager.latest(at_least=in_memory.step if in_memory is not None else 0)
     skipped = damaged + skipped
@@ -65,11 +55,11 @@ def find_start(
     if newest is None:
         if skipped:
             notes.append("no complete checkpoint is left; starting from the beginning")
-        return Start(None, None, notes)
+        return None, None, notes
     found = newest
     ranks.on_each(lambda: _check(found, config, data, model))
     ranks.on_each(lambda: _check_numerics(found, config, device, ranks))
-    return Start(found, copies if found is in_memory else None, notes)
+    return found, copies if found is in_memory else None, notes
 
 
 def _open_named(manager: CheckpointManager, path: Path) -> Checkpoint:

@@ -15,14 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.files import replace_file
 from shardwise.checkpoint.store import Checkpoint, list_checkpoints, read_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config
 from shardwise.train.config_file import config_as_dict, load_config
 from shardwise.train.metrics import read_metrics
-
-_MEMORY_ID = "memory_id"
 
 
 class RunDir:
@@ -83,16 +80,6 @@ class RunDir:
             raise ConfigError(f"run.dir: {self.path} cannot be made: {error.strerror}") from None
         self.lock()
 
-    def set_memory_id(self, name: str) -> str:
-        """Names the run's copies in memory anew (empty: it has none), so that those of before are
-        nobody's; returns the name."""
-        file = self.path / _MEMORY_ID
-        if name:
-            replace_file(file, name.encode())
-        else:
-            file.unlink(missing_ok=True)
-        return name
-
     def changed_keys(self, config: Config) -> list[str]:
         """Keys that differ from the run's own config.toml; those of a file that cannot be read
         count not."""
@@ -107,14 +94,6 @@ class RunDir:
             for key in sorted(now[section].keys() | before[section].keys())
             if now[section].get(key) != before[section].get(key)
         ]
-
-
-def memory_id(run_dir: Path) -> str:
-    """The name of a run's copies in memory; empty where it has none."""
-    try:
-        return (run_dir / _MEMORY_ID).read_text()
-    except OSError:
-        return ""
 
 
 def check_named(config: Config) -> None:
