@@ -119,4 +119,4 @@ class _Transfer:
 
 
 def _piece(move: Move, start: int) -> torch.Tensor:
-    return torch.zeros(min(PIECE_BYTES, move.entry.size_bytes - start), dtype=torch.uint8)
+    return torch.empty(min(PIECE_BYTES, move.entry.size_bytes - start), dtype=torch.uint8)
