@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checkpoint_kit import make, optimizer_of, same, shard, snapshot, spoiled, train
 
 from ranks import on_ranks, run_ranks
-from shardwise.checkpoint import store
+from shardwise.checkpoint import files, store
 from shardwise.checkpoint.files import FileEntry, write_checked
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.manager import CheckpointManager
@@ -58,9 +58,9 @@ def loaded(copies: MemoryCopies, world: int) -> tuple[int, dict[str, Any], list[
     return result.step, snapshot(model, optimizer), notes
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, at: int | None = None) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[len(content) // 2 if at is None else at] ^= 1
     path.write_bytes(content)
 
 
@@ -73,9 +73,9 @@ def test_a_lost_host_loses_nothing(rank: int, world: int, tmp_path: Path) -> Non
     copies.save(5, model, optimizer, extra={"position": 9})
     expected = snapshot(model, optimizer)
     path = tmp_path / f"host{rank}/run"
-    files = {p.name for p in (path / "step_00000005").glob("rank_*")}
+    held = {p.name for p in (path / "step_00000005").glob("rank_*")}
     # Its own and one neighbour's, not the whole state; and of one step only.
-    assert files == {f"rank_{r:05d}.safetensors" for r in (rank, (rank - 1) % 4)}
+    assert held == {f"rank_{r:05d}.safetensors" for r in (rank, (rank - 1) % 4)}
     assert [p.name for p in path.glob("step_*")] == ["step_00000005"]
     lose(rank, tmp_path / "host1")
     step, found, notes = loaded(copies_on("0123", rank, tmp_path), world)
@@ -151,6 +151,29 @@ def test_damage_is_named_and_another_host_helps(rank: int, world: int, tmp_path:
         str(tmp_path / host / name) for host in ("host0", "host1")
     ]
     assert notes[2].endswith("no host has rank_00000.safetensors whole")
+
+
+@on_ranks(2)
+def test_the_ranks_of_a_host_find_damage_in_every_block(
+    rank: int, world: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Each reads a part of the blocks; one of any part is enough."""
+    monkeypatch.setattr(files, "BLOCK_BYTES", 512)
+    copies_on("00", rank, tmp_path).save(3, *trained(world))
+    path = tmp_path / "host0/run/step_00000003/rank_00000.safetensors"
+    for block in range(2):
+        dist.barrier()
+        if rank == 0:
+            before = path.read_bytes()
+            flip(path, at=512 * block)
+        dist.barrier()
+        found, notes = copies_on("00", rank, tmp_path).latest()
+        assert found is None
+        assert notes[0].startswith(f"{path}: damaged: bytes {512 * block} to {512 * block + 512}")
+        dist.barrier()
+        if rank == 0:
+            path.write_bytes(before)
+    monkeypatch.undo()
 
 
 @on_ranks(1)
