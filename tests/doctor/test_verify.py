@@ -92,6 +92,18 @@ class Unseeded(Sound):
         generator.seed()
         return super().hidden(x) * (1 + 0.1 * torch.rand(8, generator=generator))
 
+class RankRaises(Sound):
+    def forward(self, batch):
+        if os.environ.get("RANK") == "1":
+            raise ValueError("no such batch")
+        return super().forward(batch)
+
+class RankEnds(Sound):
+    def forward(self, batch):
+        if os.environ.get("RANK") == "1":
+            os._exit(7)
+        return super().forward(batch)
+
 class LosingTransport(Sound):
     "One element of what micro-batch 1 sends to rank 0 is lost: that of down.bias."
     def __init__(self):
@@ -174,6 +186,26 @@ def test_a_gradient_that_a_transport_loses_fails_and_is_named(tmp_path: Path, ca
     assert failed["detail"].startswith("step 1: gradient of down.bias[0] is ")
     assert failed["detail"].endswith(" (1 of 1 elements differ)")
     assert rows["2 engine: 1 rank, full_shard, auto"]["result"] == "PASS"
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("RankRaises", "rank 1: ValueError: no such batch"),
+        ("RankEnds", "rank 1: the process ended without a word"),
+    ],
+)
+def test_a_rank_that_raises_or_ends_is_a_row(
+    tmp_path: Path, capsys: Any, which: str, said: str
+) -> None:
+    """The rows before and after it are there."""
+    code, rows = verify(capsys, str(job(tmp_path, which)), *SMALL)
+    assert code == 1
+    failed = rows.pop("3 ranks: 2 ranks, full_shard, c10d")
+    assert (failed["result"], failed["detail"]) == ("FAIL", said)
+    assert rows["2 engine: 1 rank, full_shard, auto"]["result"] == "PASS"
+    [resume] = [row for name, row in rows.items() if name.startswith("4 resume")]
+    assert resume["result"] == "FAIL" and said in resume["detail"]
 
 
 def test_batch_norm_fails_and_the_rest_is_compared_with_a_tolerance(

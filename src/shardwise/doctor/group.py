@@ -68,7 +68,7 @@ class Group:
                 assert isinstance(pipe, Connection)
                 self._receive(pipe, open_[pipe], answers, errors)
         if errors:
-            rank = min(errors, key=lambda r: ("Transport" in errors[r] or "Peer" in errors[r], r))
+            rank = min(errors, key=lambda r: (_is_consequence(errors[r]), r))
             raise self._failed(f"rank {rank}: {errors[rank]}")
         if len(answers) < self.num_ranks:
             silent = sorted(set(range(self.num_ranks)) - answers.keys())
@@ -102,3 +102,9 @@ class Group:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+def _is_consequence(error: str) -> bool:
+    """Of another rank's error: what ranks say that lost one."""
+    kinds = ("TransportError", "PeerTimeoutError", "DivergenceError")
+    return error.startswith(kinds) or "closed by peer" in error
