@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py                     all cases, written to benchmarks/results/
     python benchmarks/engine.py --case 50M_fp32     some of them, with commas
+    python benchmarks/engine.py --only memory       peak memory of the rows that have a goal for it
     python benchmarks/engine.py --short             one round of two steps each: does it all work?
     python benchmarks/engine.py --quick             a tiny model, written nowhere
     python benchmarks/engine.py --workload 50M --precision fp32 --engines shardwise,fsdp2,floor
@@ -18,7 +19,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.bench.command import run_plans
+from shardwise.bench.command import check_only, run_plans
 from shardwise.bench.compare import Plan
 from shardwise.bench.engines import parse_engines
 from shardwise.bench.trainers import OPTIMIZERS
@@ -59,12 +60,27 @@ CASES = {
     "185M_bf16": Case("185M", "bf16"),
 }
 
+# Beside FSDP2's defaults and DDP, which each row has to stay below.
+_MEMORY = "shardwise,shardwise:c10d,fsdp2,ddp,floor"
+_IN_BACKWARD = "shardwise,shardwise:in_backward,shardwise:c10d"
+_MICRO_MEMORY = "shardwise:shard_grad_op,shardwise:shard_grad_op:c10d,fsdp2,ddp:last,floor"
+MEMORY_CASES = {
+    "50M_fp32": Case("50M", "fp32", _MEMORY),
+    "50M_bf16": Case("50M", "bf16", _MEMORY),
+    "50M_fp32_4ranks": Case("50M", "fp32", _MEMORY, num_ranks=4, num_tokens=128),
+    "50M_fp32_8micro": Case("50M", "fp32", _MICRO_MEMORY, num_micro_batches=8, num_tokens=128),
+    "185M_fp32": Case("185M", "fp32", f"{_IN_BACKWARD},fsdp2,ddp,floor"),
+}
+
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
+        check_only(args)
         if args.workload or args.quick:
             return _chosen(args)
+        if args.only:
+            return _memory(args)
         return _standard(args)
     except ConfigError as error:
         print(f"benchmarks/engine.py: {error}", file=sys.stderr)
@@ -74,11 +90,25 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _standard(args: argparse.Namespace) -> int:
-    names = args.case.split(",") if args.case else list(CASES)
+def _names(args: argparse.Namespace, cases: dict[str, Case]) -> list[str]:
+    names = args.case.split(",") if args.case else list(cases)
     for name in names:
-        if name not in CASES:
-            raise ConfigError(f"--case: no case {name!r}; there are {', '.join(CASES)}")
+        if name not in cases:
+            raise ConfigError(f"--case: no case {name!r}; there are {', '.join(cases)}")
+    return names
+
+
+def _memory(args: argparse.Namespace) -> int:
+    """All cases in one file: they take no times, so none has to have the machine to itself."""
+    plans = [_plan(MEMORY_CASES[name], args) for name in _names(args, MEMORY_CASES)]
+    folder, today = Path(args.results), datetime.datetime.now(datetime.UTC).date()
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen = f"_{args.case.replace(',', '_')}" if args.case else ""
+    return run_plans(plans, args.limit_s, str(folder / f"{today}_memory{chosen}.json"), None)
+
+
+def _standard(args: argparse.Namespace) -> int:
+    names = _names(args, CASES)
     folder, today = Path(args.results), datetime.datetime.now(datetime.UTC).date()
     folder.mkdir(parents=True, exist_ok=True)
     code = 0
@@ -121,6 +151,7 @@ def _plan(case: Case, args: argparse.Namespace) -> Plan:
         num_warmup=1 if large or args.short else 2,
         optimizer=args.optimizer,
         lr=args.lr,
+        with_times=args.only is None,
         with_memory=not args.no_memory,
         cgroup=args.cgroup,
         processes=args.processes,
@@ -147,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=3e-4)
     add("--limit-s", type=float, default=0.0, help="time limit of a case; 0: none")
     add("--processes", choices=("auto", "keep", "fresh"), default="auto")
+    add("--only", choices=("memory",), help="no timed steps; all cases in one file")
     add("--no-memory", action="store_true", help="skip the memory pass")
     add("--cgroup", default="", metavar="DIR", help="measure memory in this cgroup")
     add("--quick", action="store_true", help="tiny model, 2 rounds of 3 steps")

@@ -118,6 +118,30 @@ def test_a_turn_after_the_limit_is_not_begun(groups, monkeypatch):
     assert result.rows[0].error == "the time limit was reached before its turn"
 
 
+def test_memory_alone_takes_no_times_but_a_loss(groups):
+    groups.behaviour = {"ddp": {"loss": 2.1}}
+    result = run(plan_of("shardwise,fsdp2,ddp", with_times=False))
+    assert groups.started == ["shardwise", "fsdp2", "ddp"] and not groups.alive
+    assert [result.state(row) for row in result.rows] == ["ok", "ok", "INVALID"]
+    row = result.as_json()["engines"]["shardwise"]
+    assert row["losses_after_steps"] == [[compare.NUM_MEMORY_STEPS, 2.0]]
+    assert row["memory_to_fsdp2"] > 0 and row["peak_memory_bytes"] > 0
+    assert row["traffic_per_step_and_rank"]["num_gathers"] == 2
+    assert not {"step_s", "step_to_floor", "excess_to_fsdp2"} & set(row)
+    out = io.StringIO()
+    show(Console(file=out, width=180), result)
+    assert "nan" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [("--no-memory", "nothing is left to measure"), ("--figure x.png", "it draws step times")],
+)
+def test_memory_alone_excludes_what_it_leaves_out(options, message, capsys):
+    assert command.main(["--only", "memory", *options.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_fresh_processes_are_ended_after_each_turn(groups):
     result = run(plan_of("shardwise,fsdp2", processes="fresh"))
     assert result.is_sound

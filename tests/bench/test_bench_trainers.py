@@ -10,11 +10,12 @@ from ranks import on_ranks
 from shardwise.bench.engines import parse_engine
 from shardwise.bench.trainers import Setup, make_trainer
 from shardwise.bench.workload import workload_named
+from shardwise.errors import ConfigError
 
 TINY = workload_named("tiny")
 ENGINES = (
     "shardwise", "shardwise:c10d", "shardwise:shard_grad_op", "shardwise:no_shard",
-    "shardwise:keep:last", "fsdp2", "fsdp2:keep:hold:last", "ddp", "ddp:last", "fsdp1",
+    "shardwise:keep:last", "shardwise:in_backward:last", "fsdp2", "fsdp2:keep:hold:last", "ddp", "ddp:last", "fsdp1",
     "fsdp1:keep:last",
 )  # fmt: skip
 MICRO = 4
@@ -38,6 +39,15 @@ def test_same_model(rank, world, name):
     expected = losses_of(trainer_of("fsdp2"), rank, world)
     assert losses_of(trainer_of(name), rank, world) == pytest.approx(expected, rel=1e-4)
     assert expected[-1] < expected[0]
+
+
+@on_ranks(2)
+def test_a_step_in_each_backward_is_another_model(rank, world):
+    with pytest.raises(ConfigError, match="add the option last"):
+        trainer_of("shardwise:in_backward")
+    expected = losses_of(trainer_of("fsdp2", micro=1), rank, world)
+    found = losses_of(trainer_of("shardwise:in_backward", micro=1), rank, world)
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 @on_ranks(2)

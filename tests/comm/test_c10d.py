@@ -175,6 +175,51 @@ def test_reductions_of_random_buckets(rank: int, world: int) -> None:
         assert_reduced(out, reduce, rank, grads, 0.5)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@on_ranks(2, 3, 4)
+def test_gloo_reduce_scatters_by_all_reduce(rank: int, world: int, dtype: torch.dtype) -> None:
+    """What summing in place relies on; a Gloo with a reduce-scatter of its own would fail here."""
+    torch.manual_seed(rank)
+    numel = 5000 * world
+    grads = (torch.randn(numel) * torch.randn(numel).mul(4).exp()).to(dtype)
+    part = torch.empty(5000, dtype=dtype)
+    dist.reduce_scatter_tensor(part, grads.clone())
+    dist.all_reduce(grads)
+    assert torch.equal(part, grads.chunk(world)[rank])
+
+
+@on_ranks(2, 4)
+def test_sums_in_place_unless_watched_and_both_kinds_pair(rank: int, world: int) -> None:
+    layout = layout_of(ParamSpec("w", (512 * world, 3), F32), world=world)
+    reduce = layout_reduce(layout)
+    transport = transport_of(rank, world)
+    bucket = transport.attach("unit[0]", layout, CPU)
+    torch.manual_seed(rank)
+    grads = [torch.randn(512 * world, 3)]
+
+    def total() -> torch.Tensor:
+        out = torch.empty(reduce.chunk_numel)
+        buffer = transport.grad_buffer(bucket, reduce, out)
+        for index, grad in enumerate(grads):
+            buffer.put(index, grad)
+        transport.reduce(bucket, buffer, out, 0.5).wait()
+        return out
+
+    alone = total()
+    assert transport._sums_by_gloo
+    with CommDebugMode() as everywhere:
+        watched = total()
+    assert sum(everywhere.get_comm_counts().values()) == 1
+    assert any("reduce_scatter" in str(op) for op in everywhere.get_comm_counts())
+    if rank == 0:
+        with CommDebugMode() as mixed:
+            half = total()
+        assert any("reduce_scatter" in str(op) for op in mixed.get_comm_counts())
+    else:
+        half = total()
+    assert torch.equal(alone, watched) and torch.equal(alone, half)
+
+
 @on_ranks(2)
 def test_fp32_sums_of_two_ranks_are_bit_equal(rank: int, world: int) -> None:
     spec, owned = (

@@ -48,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         args = parser().parse_args(arguments)
         workload, defaults = _workload(args)
         _check_files(args.json, args.figure)
+        check_only(args)
         return _run(args, workload, defaults)
     except ConfigError as error:
         print(f"shardwise bench: {error}", file=sys.stderr)
@@ -86,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=("fused", "foreach", "loop"), default="fused", help="of AdamW")
     add("--lr", type=_seconds, metavar="LR", help="learning rate (3e-4)")
     add("--no-memory", action="store_true", help="leave out the pass that measures memory")
+    add("--only", choices=("memory",), help="no timed steps: memory, traffic and loss alone")
     add("--cgroup", metavar="DIR", help="measure memory in this cgroup instead of by summed PSS")
     add("--json", metavar="FILE", help="write the result there too; it is the last line of stdout")
     add("--figure", metavar="FILE", help="draw it (.png, .svg, .pdf)")
@@ -140,6 +142,7 @@ def _run(args: argparse.Namespace, workloads: list[Workload], defaults: dict[str
         num_threads=args.threads or max(1, (cores or 1) // args.nproc),
         optimizer=args.optimizer,
         lr=args.lr or defaults.get("lr", 3e-4),
+        with_times=args.only is None,
         with_memory=not args.no_memory,
         cgroup=args.cgroup or "",
     )
@@ -184,6 +187,14 @@ def run_plans(
         draw(comparisons, Path(figure_file))
     print(line)
     return 0 if all(c.is_sound for c in comparisons) else 1
+
+
+def check_only(args: argparse.Namespace) -> None:
+    """Options that leave nothing to measure, or nothing to draw."""
+    if args.only and args.no_memory:
+        raise ConfigError("--only memory, --no-memory: nothing is left to measure; keep one")
+    if args.only and args.figure:
+        raise ConfigError("--figure: it draws step times, and --only memory takes none")
 
 
 def sized_for(workload: Workload, precision: str, console: Console) -> Workload:

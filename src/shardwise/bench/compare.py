@@ -15,11 +15,14 @@ from rich.console import Console
 
 from shardwise.bench import machine
 from shardwise.bench.engines import EngineSpec
-from shardwise.bench.group import Deadline, EngineFailed, RankGroup, TimeIsUp
+from shardwise.bench.group import Deadline, EngineFailed, RankGroup, Steps, TimeIsUp
 from shardwise.bench.memory import MemoryCgroup, Pss, PssSampler
-from shardwise.bench.rank import Job
+from shardwise.bench.rank import Facts, Job
 from shardwise.bench.rows import Comparison, Row
 from shardwise.bench.workload import Precision, Workload
+
+
+NUM_MEMORY_STEPS = 2  # the optimizer makes its state in the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Plan:
     num_threads: int = 1
     optimizer: str = "fused"
     lr: float = 3e-4
+    with_times: bool = True  # False: the memory pass alone, whose two steps also give the loss
     with_memory: bool = True
     cgroup: str = ""  # a folder of the memory cgroup to measure in; empty: summed PSS
     processes: Literal["auto", "keep", "fresh"] = "auto"
@@ -78,11 +82,12 @@ class _Study:
         for row in self.rows:
             if row.engine.missing:
                 row.problem, row.error = "not installed", row.engine.missing
-        try:
-            self._rounds()
-        finally:
-            for group in self.groups.values():
-                group.kill()
+        if self.plan.with_times:
+            try:
+                self._rounds()
+            finally:
+                for group in self.groups.values():
+                    group.kill()
         if self.plan.with_memory:
             for row in self._alive():
                 self._guarded(row, lambda row=row: self._memory(row))
@@ -137,15 +142,26 @@ class _Study:
                 MemoryCgroup(self.plan.cgroup) as cgroup,
                 self._start(row, str(cgroup.path)) as group,
             ):
-                group.wait_ready()
-                group.run(2)
+                facts = group.wait_ready()
+                steps = group.run(NUM_MEMORY_STEPS)
                 row.memory = cgroup.peak()
+                self._from_memory_pass(row, group, facts, steps)
             return
         with self._start(row) as group:
-            group.wait_ready()
+            facts = group.wait_ready()
             with PssSampler(group.pids) as sampler:
-                group.run(2)
+                steps = group.run(NUM_MEMORY_STEPS)
             row.memory = sampler.peak if sampler.peak.total else None
+            self._from_memory_pass(row, group, facts, steps)
+
+    def _from_memory_pass(self, row: Row, group: RankGroup, facts: Facts, steps: Steps) -> None:
+        """What no timed round has told: its steps were sampled, so their times are not kept."""
+        if self.plan.with_times:
+            return
+        self.result.facts = facts
+        row.losses.append((NUM_MEMORY_STEPS, steps.loss))
+        self._traffic(row, group)
+        self.console.print(f"{row.engine.name} measured", style="dim", markup=False)
 
     def _start(self, row: Row, cgroup: str = "") -> RankGroup:
         return RankGroup(replace(self.plan.job(row.engine), cgroup=cgroup), self.deadline)

@@ -36,7 +36,9 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "shardwise": Kind("this project", (*TRANSPORTS, *STRATEGIES, "keep", "last"), "shardwise"),
+    "shardwise": Kind(
+        "this project", (*TRANSPORTS, *STRATEGIES, "keep", "last", "in_backward"), "shardwise"
+    ),
     "fsdp2": Kind("torch.distributed.fsdp.fully_shard", ("keep", "hold", "last")),
     "ddp": Kind("torch DistributedDataParallel; bf16 by autocast", ("last",)),
     "fsdp1": Kind("torch FullyShardedDataParallel", ("keep", "last")),
@@ -49,6 +51,7 @@ OPTIONS = {
     "keep": "parameters stay gathered between forward and backward",
     "hold": "parameters stay gathered over all micro-batches of a step",
     "last": "gradients are reduced in the last micro-batch only",
+    "in_backward": "the optimizer steps unit by unit in the backward",
     "1, 2, 3": "the ZeRO stage (2)",
 }
 STANDARD = (

@@ -47,7 +47,7 @@ class Row:
 
     @property
     def ran(self) -> bool:
-        return not self.problem and bool(self.times_s)
+        return not self.problem and bool(self.losses)
 
     @property
     def median_s(self) -> float:
@@ -113,13 +113,18 @@ class Comparison:
         return "ok" in states and not {"INVALID", "failed"} & set(states)
 
     def ratios(self, row: Row) -> dict[str, float | None]:
-        """To the floor and to FSDP2; `excess` is what the step takes beyond the floor."""
+        """To the floor and to FSDP2; `excess` is what the step takes beyond the floor. Without
+        timed steps, of memory alone.
+        """
         floor, fsdp2 = self.row("floor"), self.row("fsdp2")
-        excess = memory = None
-        if floor and fsdp2 and fsdp2.median_s > floor.median_s:
-            excess = (row.median_s - floor.median_s) / (fsdp2.median_s - floor.median_s)
+        memory = None
         if fsdp2 and fsdp2.memory and row.memory:
             memory = row.memory.total / fsdp2.memory.total
+        if not row.times_s:
+            return {"memory_to_fsdp2": memory}
+        excess = None
+        if floor and fsdp2 and fsdp2.median_s > floor.median_s:
+            excess = (row.median_s - floor.median_s) / (fsdp2.median_s - floor.median_s)
         return {
             "step_to_floor": row.median_s / floor.median_s if floor else None,
             "step_to_fsdp2": row.median_s / fsdp2.median_s if fsdp2 else None,
@@ -161,18 +166,11 @@ class Comparison:
         state = self.state(row)
         if row.problem:
             return {"state": state, "valid": False, "error": row.error}
-        memory, exposed_s = row.memory, self.exposed_s(row)
+        memory = row.memory
         return {
             "state": state,
             "valid": state == "ok",
-            "step_s": round(row.median_s, 5),
-            "step_quartiles_s": [round(t, 5) for t in row.quartiles_s],
-            "cpu_s_per_rank": round(_median(row.cpu_s), 5),
-            "waiting_s": round(_median(row.waiting_s), 5),
-            "exposed_s": exposed_s if exposed_s is None else round(exposed_s, 5),
-            "num_timed_steps": len(row.times_s),
-            "round_medians_s": [round(statistics.median(r), 5) for r in row.rounds],
-            f"{self.items}_per_s": round(self.items_per_s(row), 1),
+            **(self._times_json(row) if row.times_s else {}),
             **{k: v if v is None else round(v, 4) for k, v in self.ratios(row).items()},
             "traffic_per_step_and_rank": row.traffic,
             "peak_memory_bytes": memory and memory.total,
@@ -181,6 +179,19 @@ class Comparison:
             "loss": row.loss,
             "losses_after_steps": [[n, round(loss, 5)] for n, loss in row.losses],
             "error": row.error or None,
+        }
+
+    def _times_json(self, row: Row) -> dict[str, Any]:
+        exposed_s = self.exposed_s(row)
+        return {
+            "step_s": round(row.median_s, 5),
+            "step_quartiles_s": [round(t, 5) for t in row.quartiles_s],
+            "cpu_s_per_rank": round(_median(row.cpu_s), 5),
+            "waiting_s": round(_median(row.waiting_s), 5),
+            "exposed_s": exposed_s if exposed_s is None else round(exposed_s, 5),
+            "num_timed_steps": len(row.times_s),
+            "round_medians_s": [round(statistics.median(r), 5) for r in row.rounds],
+            f"{self.items}_per_s": round(self.items_per_s(row), 1),
         }
 
 

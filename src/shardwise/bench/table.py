@@ -14,6 +14,7 @@ _COLUMNS = (
     "step ms", "middle half", "per s", "/ floor", "excess", "exposed", "waiting", "moved MiB",
     "gathers", "peak MiB", "/ FSDP2", "loss", "",
 )  # fmt: skip
+_NUM_TIMES = 7  # of them, the first: what no timed step leaves empty
 LEGEND = (
     "step: median and middle half. excess: step beyond the floor, where FSDP2's is 1. exposed: "
     "step beyond the floor, ms. waiting: the rank's main thread did not run, ms. moved: what a "
@@ -53,9 +54,22 @@ def console_of(stream: Any) -> Console:
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:
     ratios = comparison.ratios(row)
+    state = comparison.state(row)
+    return [
+        *(_times(comparison, row) if row.times_s else ["-"] * _NUM_TIMES),
+        f"{row.traffic['total_bytes'] / 2**20:,.1f}" if row.traffic else "-",
+        f"{row.traffic['num_gathers']}" if row.traffic else "-",
+        f"{row.memory.total / 2**20:,.0f}" if row.memory else "-",
+        _ratio(ratios["memory_to_fsdp2"]),
+        f"{row.loss:.4f}",
+        state if row.engine.trains else "-",
+    ]
+
+
+def _times(comparison: Comparison, row: Row) -> list[str]:
+    ratios = comparison.ratios(row)
     low, high = row.quartiles_s
     exposed_s = comparison.exposed_s(row)
-    state = comparison.state(row)
     return [
         f"{row.median_s * 1e3:.1f}",
         f"{low * 1e3:.0f}-{high * 1e3:.0f}",
@@ -64,12 +78,6 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
         _ratio(ratios["excess_to_fsdp2"]),
         "-" if exposed_s is None else f"{exposed_s * 1e3:.0f}",
         f"{statistics.median(row.waiting_s) * 1e3:.0f}",
-        f"{row.traffic['total_bytes'] / 2**20:,.1f}" if row.traffic else "-",
-        f"{row.traffic['num_gathers']}" if row.traffic else "-",
-        f"{row.memory.total / 2**20:,.0f}" if row.memory else "-",
-        _ratio(ratios["memory_to_fsdp2"]),
-        f"{row.loss:.4f}",
-        state if row.engine.trains else "-",
     ]
 
 

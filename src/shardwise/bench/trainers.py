@@ -201,7 +201,7 @@ def _mesh_for(strategy: str) -> DeviceMesh:
 
 
 def _shardwise(setup: Setup) -> Trainer:
-    from shardwise import MixedPrecisionPolicy, no_sync, shard_model
+    from shardwise import MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
 
     spec = setup.spec
     # None is full_shard with the root kept after forward: FSDP2's default too.
@@ -224,4 +224,12 @@ def _shardwise(setup: Setup) -> Trainer:
             return no_sync(model)
         return contextlib.nullcontext()
 
-    return OurTrainer(model, setup.adamw(model.parameters()), around)
+    optimizer = setup.adamw(model.parameters())
+    if "in_backward" in spec.options:
+        if setup.num_micro_batches > 1 and "last" not in spec.options:
+            raise ConfigError(
+                f"--engines: {spec.name}: every backward that reduces would be a step, and there "
+                f"are {setup.num_micro_batches} in one; add the option last"
+            )
+        step_in_backward(model, optimizer)
+    return OurTrainer(model, optimizer, around)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER
+from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER, backend_name
 from shardwise.comm import c10d_tree
 from shardwise.comm.order_check import OrderCheck
 from shardwise.comm.staging import (
@@ -43,7 +43,7 @@ from shardwise.comm.staging import (
 )
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
 from shardwise.comm.tree_sum import TreeSum
-from shardwise.comm.watch import ORIGINALS
+from shardwise.comm.watch import ORIGINALS, is_watched
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
@@ -77,6 +77,7 @@ class C10dTransport:
         self._position: Position | None = None
         self._num_attached = 0
         self._device = torch.device("cpu")
+        self._sums_by_gloo: bool | None = None  # asked at the first reduction
         checks = (OrderCheck.of(axis) for axis in (shard, replicate))
         self._checks = [check for check in checks if check is not None]
         self.watches_time = bool(self._checks)  # on the host, where that is what backends do
@@ -138,14 +139,16 @@ class C10dTransport:
             return DONE
         if not out.numel():
             return DONE
+        in_place = False
         if plan.padded:
             custom = bucket.private.get("reduce_scatter")
             call = _reduce_scatter if custom is None else custom_reduce_scatter(custom)
+            in_place = custom is None and self._scatters_by_all_reduce(packed)
+            call = _reduce_in_place if in_place else call
             works = [self._issue(bucket, call, out, packed, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _reduce, plan.packing, packed)
-
-        return _Reduce(self, bucket, works, staging, out, scale)
+        return _Reduce(self, bucket, works, staging, out, scale, in_place)
 
     def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
@@ -219,6 +222,17 @@ class C10dTransport:
             "A peer ended, issued something else, or took longer than the process group's timeout; "
             "read the logs of the other ranks first."
         )
+
+    def _scatters_by_all_reduce(self, packed: torch.Tensor) -> bool:
+        """Whether to sum in `packed` itself. Gloo has no reduce-scatter: it clones its input and
+        all-reduces the clone, which costs a second buffer; the bits are the same. Tools that watch
+        see the collective that was meant, and so does the check of the DETAIL debug level.
+        """
+        if self._sums_by_gloo is None:
+            group = self._shard.group
+            is_gloo = packed.is_cpu and backend_name(group, packed.device) == "gloo"
+            self._sums_by_gloo = is_gloo and dist.get_debug_level() != dist.DebugLevel.DETAIL
+        return self._sums_by_gloo and not is_watched()
 
     def _handle(
         self, what: str, bucket: Bucket, works: list[Any], finish: Callable[[], None]
@@ -302,7 +316,7 @@ class _Gather(_Issued):
 
 
 class _Reduce(_Issued):
-    __slots__ = ("_out", "_scale", "_staging")
+    __slots__ = ("_in_place", "_out", "_scale", "_staging")
 
     def __init__(
         self,
@@ -312,10 +326,12 @@ class _Reduce(_Issued):
         staging: ReduceStaging,
         out: torch.Tensor,
         scale: float,
+        in_place: bool,
     ) -> None:
         self._transport, self._bucket, self._what = transport, bucket, "reduce"
         self._works = works
         self._staging, self._out, self._scale = staging, out, scale
+        self._in_place = in_place  # the sum is in the packed gradients
 
     def _finish(self) -> None:
         staging = self._staging
@@ -323,6 +339,9 @@ class _Reduce(_Issued):
             used_here(staging.packed)
         if not staging.plan.padded:
             staging.plan.unpack_own(staging.packed, self._out)
+        elif self._in_place:
+            rank = self._bucket.shard.rank
+            self._out.copy_(staging.plan.packing.chunk(staging.packed, rank))
         staging.give_back()
         _scale(self._out, self._scale)
         del self._staging, self._out
@@ -385,6 +404,15 @@ def _reduce_scatter(
         return group.reduce_scatter_single(out, packed, REDUCE_SCATTER)  # type: ignore[attr-defined]
     call = call or dist.reduce_scatter_tensor
     return call(out, packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def _reduce_in_place(
+    out: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup | None
+) -> Any:
+    return dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+_reduce_in_place.__name__ = _reduce_scatter.__name__  # ranks that differ in it still agree
 
 
 def _all_reduce(out: torch.Tensor, group: dist.ProcessGroup | None) -> Any:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from shardwise._torch_compat import chunk_cat, foreach_copy
+from shardwise.comm.blocks import Blocks
 from shardwise.comm.transport import Bucket
 from shardwise.layout import Move, Packing, ReduceLayout, pack_grads, pack_shards
 
@@ -121,25 +122,28 @@ class GatherStaging:
 class Pages:
     """The memory below a buffer whose views are made once; None: memory of somebody else."""
 
-    __slots__ = ("_size_bytes", "_storage")
+    __slots__ = ("_blocks", "_size_bytes", "_storage")
 
     def __init__(self, packed: torch.Tensor | None) -> None:
         self._storage = None if packed is None else packed.untyped_storage()
         self._size_bytes = 0 if self._storage is None else self._storage.nbytes()
+        self._blocks = Blocks.of_process()
 
     def fill(self) -> None:
         if self._storage is not None:
-            self._storage.resize_(self._size_bytes)
+            self._blocks.fill(self._storage, self._size_bytes)
 
     def empty(self) -> None:
         if self._storage is not None:
-            self._storage.resize_(0)
+            self._blocks.empty(self._storage)
 
 
 def _allocate(custom: Any, numel: int, like: torch.Tensor) -> tuple[torch.Tensor, Pages]:
     """Staging; by the user's collective where it brings `allocate` (FSDP2's `set_custom_*`)."""
     if custom is None:
-        packed = like.new_empty(numel)
+        storage = torch.UntypedStorage(0, device=like.device)
+        Blocks.of_process().fill(storage, numel * like.itemsize)
+        packed = like.new_empty(0).set_(storage, 0, (numel,), (1,))
         return packed, Pages(packed)
     if hasattr(custom, "allocate"):
         return custom.allocate((numel,), dtype=like.dtype, device=like.device), Pages(None)

@@ -23,6 +23,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of, set_versions, storage_uses
+from shardwise.comm.blocks import Blocks
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.holders import Holder, holders_of
 from shardwise.engine.home import Home
@@ -64,6 +65,7 @@ class BucketState:
         self.aliases = (
             layout.world == 1 and not layout.needs_cast and not self.offload and home is None
         )
+        self._blocks = Blocks.of_process()
         self.num_forms = 0  # how often full or sharded forms were replaced
         self._holders: tuple[Holder, ...] | None = None  # None: parameters or places have changed
         self._fulls: tuple[torch.Tensor, ...] = ()
@@ -133,10 +135,8 @@ class BucketState:
                 self.bucket.buffer.storage_offset(),
             )
         else:
-            self.storage = torch.empty(
-                layout.full_bytes, dtype=torch.uint8, device=device
-            ).untyped_storage()
-            start = 0
+            self.storage, start = torch.UntypedStorage(0, device=device), 0
+            self._blocks.fill(self.storage, layout.full_bytes)
         empty = torch.empty(0, dtype=layout.gather_dtype, device=device)
         self.out = empty.set_(self.storage, start, (layout.full_numel,), (1,))
         for p, param in zip(layout.params, self.params, strict=True):
@@ -184,7 +184,7 @@ class BucketState:
     def open_storage(self) -> None:
         """Memory for the full parameters; what is in it is undefined until a gather fills it."""
         if self.storage.nbytes() == 0:
-            self.storage.resize_(self.layout.full_bytes)
+            self._blocks.fill(self.storage, self.layout.full_bytes)
 
     def addresses(self) -> list[int]:
         """Where memory that is to be released begins."""
@@ -210,7 +210,7 @@ class BucketState:
             return
         if not self.storage.resizable() or (after and self._is_used_elsewhere(after)):
             self._leave_storage()  # numpy() makes a storage one that cannot be resized
-        self.storage.resize_(0)
+        self._blocks.empty(self.storage)
         version = 2 * self.mark.count + 1
         set_versions(self._fulls, (version,) * len(self._fulls))
 
@@ -243,7 +243,7 @@ class BucketState:
     @property
     def gathered_bytes(self) -> int:
         """Memory of the full parameters, 0 when they are released."""
-        return 0 if self.aliases else self.storage.nbytes()
+        return self.layout.full_bytes if not self.aliases and self.storage.nbytes() else 0
 
     def set_gathered_versions(self) -> None:
         self._versions = versions = (2 * self.mark.count,) * len(self._fulls)
