@@ -181,3 +181,24 @@ def test_frames_are_compiled_inside_what_is_disabled() -> None:
         run(torch.ones(2), like_here)
         assert len(graphs) == expected
     assert compat.frame_callback() is None
+
+
+def test_memory_changes_storages_and_views_follow() -> None:
+    first, second = torch.arange(6.0), torch.zeros(6)
+    view, storages = first[2:4], (first.untyped_storage(), second.untyped_storage())
+    addresses = [storage.data_ptr() for storage in storages]
+    if not compat.swap_memory(*storages):
+        pytest.skip("this torch cannot exchange the memory of storages")
+    assert [storage.data_ptr() for storage in storages] == addresses[::-1]
+    assert second.tolist() == [0, 1, 2, 3, 4, 5] and view.data_ptr() == addresses[1] + 8
+    empty = torch.UntypedStorage(0)
+    assert compat.swap_memory(storages[0], empty)
+    assert storages[0].nbytes() == 0 and empty.data_ptr() == addresses[1]
+    storages[0].resize_(24)  # it can still be resized, with memory of its own
+    assert view.fill_(7).tolist() == [7, 7]
+
+
+@on_ranks(2)
+def test_the_backend_that_serves_a_device(rank: int, world: int) -> None:
+    assert compat.backend_name(None, torch.device("cpu")) == "gloo"
+    assert compat.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"

@@ -308,8 +308,8 @@ _swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | Non
 
 
 def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
-    """Exchange memory and size of two storages; tensors over them stay where they are. No public
-    call does that. False, and nothing done, where this torch has none.
+    """Exchange memory and size of two storages, one of which is empty, or both as large; tensors
+    over them stay where they are. No public call does that. False where this torch has none.
     """
     if _swap_memory is None:
         return False

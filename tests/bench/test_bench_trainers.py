@@ -15,8 +15,8 @@ from shardwise.errors import ConfigError
 TINY = workload_named("tiny")
 ENGINES = (
     "shardwise", "shardwise:c10d", "shardwise:shard_grad_op", "shardwise:no_shard",
-    "shardwise:keep:last", "shardwise:in_backward:last", "fsdp2", "fsdp2:keep:hold:last", "ddp", "ddp:last", "fsdp1",
-    "fsdp1:keep:last",
+    "shardwise:keep:last", "shardwise:in_backward:last", "fsdp2", "fsdp2:keep:hold:last", "ddp",
+    "ddp:last", "fsdp1", "fsdp1:keep:last",
 )  # fmt: skip
 MICRO = 4
 

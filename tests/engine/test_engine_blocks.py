@@ -1,4 +1,4 @@
-"""Units hand each other their memory: over 200 steps no buffer is made that was not there before."""
+"""Units hand each other their memory: over 200 steps no buffer is made after the second."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ from shardwise.bench.rank import Facts, Job
 from shardwise.bench.rows import Comparison, Row
 from shardwise.bench.workload import Precision, Workload
 
-
 NUM_MEMORY_STEPS = 2  # the optimizer makes its state in the first
 
 
