@@ -140,6 +140,8 @@ def _plan(case: Case, args: argparse.Namespace) -> Plan:
     num_steps = args.steps or case.num_steps or (3 if args.quick else 2 if large else 5)
     if args.short:
         num_rounds, num_steps = 1, 2
+    if args.only:
+        num_rounds = 0
     return Plan(
         workload=replace(workload, num_tokens=num_tokens),
         precision=case.precision,
@@ -151,7 +153,6 @@ def _plan(case: Case, args: argparse.Namespace) -> Plan:
         num_warmup=1 if large or args.short else 2,
         optimizer=args.optimizer,
         lr=args.lr,
-        with_times=args.only is None,
         with_memory=not args.no_memory,
         cgroup=args.cgroup,
         processes=args.processes,

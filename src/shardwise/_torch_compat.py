@@ -302,23 +302,18 @@ REDUCE_SCATTER.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
 REDUCE_SCATTER.asyncOp = True
 
 
-_swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] | None = getattr(
-    torch.UntypedStorage, "_swap_data_ptr_", None
-)
+_swap_memory: Callable[..., None] | None = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
 def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
     """Exchange memory and size of two storages, one of which is empty, or both as large; tensors
     over them stay where they are. No public call does that. False where this torch has none.
     """
-    if _swap_memory is None:
-        return False
-    _swap_memory(a, b)
-    return True
+    if _swap_memory is not None:
+        _swap_memory(a, b)
+    return _swap_memory is not None
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Which backend serves a device in a group: "gloo", "nccl", ...; `dist.get_backend` names one
-    for the whole group.
-    """
+    """Which serves a device: "gloo", "nccl"; `dist.get_backend` names one for the whole group."""
     return (group or dist.group.WORLD)._get_backend(device).name()  # type: ignore[union-attr]

@@ -137,12 +137,11 @@ def _run(args: argparse.Namespace, workloads: list[Workload], defaults: dict[str
         specs=tuple(parse_engines(args.engines)),
         num_ranks=args.nproc,
         num_micro_batches=args.micro_batches or defaults.get("micro_batches", 1),
-        num_rounds=args.rounds,
+        num_rounds=0 if args.only else args.rounds,
         num_steps=args.steps,
         num_threads=args.threads or max(1, (cores or 1) // args.nproc),
         optimizer=args.optimizer,
         lr=args.lr or defaults.get("lr", 3e-4),
-        with_times=args.only is None,
         with_memory=not args.no_memory,
         cgroup=args.cgroup or "",
     )
@@ -190,11 +189,8 @@ def run_plans(
 
 
 def check_only(args: argparse.Namespace) -> None:
-    """Options that leave nothing to measure, or nothing to draw."""
-    if args.only and args.no_memory:
-        raise ConfigError("--only memory, --no-memory: nothing is left to measure; keep one")
-    if args.only and args.figure:
-        raise ConfigError("--figure: it draws step times, and --only memory takes none")
+    if args.only and (args.no_memory or args.figure):
+        raise ConfigError("--only memory: takes no times; leave out --no-memory and --figure")
 
 
 def sized_for(workload: Workload, precision: str, console: Console) -> Workload:

@@ -33,13 +33,12 @@ class Plan:
     specs: tuple[EngineSpec, ...]
     num_ranks: int = 2
     num_micro_batches: int = 1
-    num_rounds: int = 5
+    num_rounds: int = 5  # 0: the memory pass alone, whose steps also give the loss
     num_steps: int = 5
     num_warmup: int = 2
     num_threads: int = 1
     optimizer: str = "fused"
     lr: float = 3e-4
-    with_times: bool = True  # False: the memory pass alone, whose two steps also give the loss
     with_memory: bool = True
     cgroup: str = ""  # a folder of the memory cgroup to measure in; empty: summed PSS
     processes: Literal["auto", "keep", "fresh"] = "auto"
@@ -81,12 +80,11 @@ class _Study:
         for row in self.rows:
             if row.engine.missing:
                 row.problem, row.error = "not installed", row.engine.missing
-        if self.plan.with_times:
-            try:
-                self._rounds()
-            finally:
-                for group in self.groups.values():
-                    group.kill()
+        try:
+            self._rounds()
+        finally:
+            for group in self.groups.values():
+                group.kill()
         if self.plan.with_memory:
             for row in self._alive():
                 self._guarded(row, lambda row=row: self._memory(row))
@@ -155,12 +153,11 @@ class _Study:
 
     def _from_memory_pass(self, row: Row, group: RankGroup, facts: Facts, steps: Steps) -> None:
         """What no timed round has told: its steps were sampled, so their times are not kept."""
-        if self.plan.with_times:
-            return
-        self.result.facts = facts
-        row.losses.append((NUM_MEMORY_STEPS, steps.loss))
-        self._traffic(row, group)
-        self.console.print(f"{row.engine.name} measured", style="dim", markup=False)
+        if not self.plan.num_rounds:
+            self.result.facts = facts
+            row.losses.append((NUM_MEMORY_STEPS, steps.loss))
+            self._traffic(row, group)
+            self.console.print(f"{row.engine.name} measured", style="dim", markup=False)
 
     def _start(self, row: Row, cgroup: str = "") -> RankGroup:
         return RankGroup(replace(self.plan.job(row.engine), cgroup=cgroup), self.deadline)

@@ -113,18 +113,15 @@ class Comparison:
         return "ok" in states and not {"INVALID", "failed"} & set(states)
 
     def ratios(self, row: Row) -> dict[str, float | None]:
-        """To the floor and to FSDP2; `excess` is what the step takes beyond the floor. Without
-        timed steps, of memory alone.
-        """
+        """To the floor and to FSDP2; `excess` is what the step takes beyond the floor."""
         floor, fsdp2 = self.row("floor"), self.row("fsdp2")
-        memory = None
+        excess = memory = None
+        if floor and fsdp2 and fsdp2.median_s > floor.median_s:
+            excess = (row.median_s - floor.median_s) / (fsdp2.median_s - floor.median_s)
         if fsdp2 and fsdp2.memory and row.memory:
             memory = row.memory.total / fsdp2.memory.total
         if not row.times_s:
             return {"memory_to_fsdp2": memory}
-        excess = None
-        if floor and fsdp2 and fsdp2.median_s > floor.median_s:
-            excess = (row.median_s - floor.median_s) / (fsdp2.median_s - floor.median_s)
         return {
             "step_to_floor": row.median_s / floor.median_s if floor else None,
             "step_to_fsdp2": row.median_s / fsdp2.median_s if fsdp2 else None,

@@ -14,7 +14,6 @@ _COLUMNS = (
     "step ms", "middle half", "per s", "/ floor", "excess", "exposed", "waiting", "moved MiB",
     "gathers", "peak MiB", "/ FSDP2", "loss", "",
 )  # fmt: skip
-_NUM_TIMES = 7  # of them, the first: what no timed step leaves empty
 LEGEND = (
     "step: median and middle half. excess: step beyond the floor, where FSDP2's is 1. exposed: "
     "step beyond the floor, ms. waiting: the rank's main thread did not run, ms. moved: what a "
@@ -53,10 +52,9 @@ def console_of(stream: Any) -> Console:
 
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:
-    ratios = comparison.ratios(row)
-    state = comparison.state(row)
+    ratios, state = comparison.ratios(row), comparison.state(row)
     return [
-        *(_times(comparison, row) if row.times_s else ["-"] * _NUM_TIMES),
+        *(_times(comparison, row) if row.times_s else ["-"] * 7),
         f"{row.traffic['total_bytes'] / 2**20:,.1f}" if row.traffic else "-",
         f"{row.traffic['num_gathers']}" if row.traffic else "-",
         f"{row.memory.total / 2**20:,.0f}" if row.memory else "-",

@@ -227,9 +227,6 @@ def _shardwise(setup: Setup) -> Trainer:
     optimizer = setup.adamw(model.parameters())
     if "in_backward" in spec.options:
         if setup.num_micro_batches > 1 and "last" not in spec.options:
-            raise ConfigError(
-                f"--engines: {spec.name}: every backward that reduces would be a step, and there "
-                f"are {setup.num_micro_batches} in one; add the option last"
-            )
+            raise ConfigError(f"{spec.name}: each micro-batch would step; add the option last")
         step_in_backward(model, optimizer)
     return OurTrainer(model, optimizer, around)

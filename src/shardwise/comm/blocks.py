@@ -3,14 +3,10 @@
     gathered copy of L0   | block A |  released  ->  idle  ->  gathered copy of L1
     staging               | block B |  unpacked  ->  idle  ->  gradients of L1, packed
 
-Through the heap it would not come back. torch asks for aligned memory, for which glibc needs more
-than the block that was freed has, and activations that live until the backward take corners of it.
-So each buffer of each unit grew the heap (`cost` below, a rank of the 50M decoder on c10d). Here
-memory goes from storage to storage (`swap_memory`), untouched; its pages stay warm.
-
-    cost      in use at most 638 MiB, the heap 1,140 MiB after two steps, and it went on growing
-
-Devices with an allocator of their own are left to it, and so are small buffers.
+Through the heap it would not come back: torch asks for aligned memory, for which glibc needs more
+than the freed block has, and activations take corners of it. A rank of the 50M decoder on c10d used
+638 MiB at most, in a heap of 1,140 after two steps. Here memory goes from storage to storage
+(`swap_memory`) and stays warm. Small buffers, and devices with allocators of their own, are let be.
 """
 
 from __future__ import annotations
@@ -24,13 +20,10 @@ from shardwise._torch_compat import swap_memory
 
 SMALLEST_BYTES = 2**20
 MAX_IDLE = 4  # what is in use together: of the root and of a unit, gathered and packed (or staging)
-_MAX_WASTE = 2  # a block serves buffers of at least half its size
 
 
 def block_bytes(size_bytes: int) -> int:
-    """Rounded up to one of 16 steps in each doubling, so that buffers which differ in padding take
-    each other's blocks; pages behind a buffer's end are never touched and cost nothing.
-    """
+    """In 16 steps a doubling, so that padding makes no difference; pages in vain stay untouched."""
     step = 1 << (size_bytes.bit_length() - 5)
     return -(-size_bytes // step) * step
 
@@ -60,35 +53,24 @@ class Blocks:
         """Memory of at least this size for an empty storage; what is in it is undefined."""
         if size_bytes < SMALLEST_BYTES or storage.device.type != "cpu":
             storage.resize_(size_bytes)
-            return
-        block = self._take(size_bytes)
-        if block is None:
+        elif (block := self._take(size_bytes)) is None:
             storage.resize_(block_bytes(size_bytes))
         else:
             swap_memory(storage, block)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
         """Take the memory of a storage; the oldest idle block goes when there are too many."""
-        if storage.nbytes() < SMALLEST_BYTES or storage.device.type != "cpu":
-            storage.resize_(0)
-            return
         block = torch.UntypedStorage(0)
-        if not swap_memory(storage, block):
+        large = storage.nbytes() >= SMALLEST_BYTES and storage.device.type == "cpu"
+        if not (large and swap_memory(storage, block)):
             storage.resize_(0)
             return
         with self._lock:
-            self._idle.append(block)
-            if len(self._idle) > MAX_IDLE:
-                del self._idle[0]
+            self._idle = [*self._idle, block][-MAX_IDLE:]
 
     def _take(self, size_bytes: int) -> torch.UntypedStorage | None:
-        """The smallest that is large enough, of those the one that was used last."""
+        """The smallest that is large enough, and at most twice as large; the newest of those."""
         with self._lock:
-            best = None
-            for i, block in enumerate(self._idle):
-                size = block.nbytes()
-                if size_bytes <= size <= size_bytes * _MAX_WASTE and (
-                    best is None or size <= self._idle[best].nbytes()
-                ):
-                    best = i
-            return None if best is None else self._idle.pop(best)
+            sizes = [(block.nbytes(), -i) for i, block in enumerate(self._idle)]
+            fitting = [s for s in sizes if size_bytes <= s[0] <= 2 * size_bytes]
+            return self._idle.pop(-min(fitting)[1]) if fitting else None

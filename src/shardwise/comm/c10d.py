@@ -224,13 +224,11 @@ class C10dTransport:
         )
 
     def _scatters_by_all_reduce(self, packed: torch.Tensor) -> bool:
-        """Whether to sum in `packed` itself. Gloo has no reduce-scatter: it clones its input and
-        all-reduces the clone, which costs a second buffer; the bits are the same. Tools that watch
-        see the collective that was meant, and so does the check of the DETAIL debug level.
+        """Gloo reduce-scatters by all-reducing a clone: sum in `packed` itself, to the same bits.
+        Tools that watch, and the check of the DETAIL debug level, see what was meant.
         """
         if self._sums_by_gloo is None:
-            group = self._shard.group
-            is_gloo = packed.is_cpu and backend_name(group, packed.device) == "gloo"
+            is_gloo = packed.is_cpu and backend_name(self._shard.group, packed.device) == "gloo"
             self._sums_by_gloo = is_gloo and dist.get_debug_level() != dist.DebugLevel.DETAIL
         return self._sums_by_gloo and not is_watched()
 
@@ -340,8 +338,8 @@ class _Reduce(_Issued):
         if not staging.plan.padded:
             staging.plan.unpack_own(staging.packed, self._out)
         elif self._in_place:
-            rank = self._bucket.shard.rank
-            self._out.copy_(staging.plan.packing.chunk(staging.packed, rank))
+            own = staging.plan.packing.chunk(staging.packed, self._bucket.shard.rank)
+            self._out.copy_(own)
         staging.give_back()
         _scale(self._out, self._scale)
         del self._staging, self._out
@@ -406,9 +404,7 @@ def _reduce_scatter(
     return call(out, packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-def _reduce_in_place(
-    out: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup | None
-) -> Any:
+def _reduce_in_place(out: Any, packed: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
     return dist.all_reduce(packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 

@@ -126,7 +126,7 @@ class Pages:
 
     def __init__(self, packed: torch.Tensor | None) -> None:
         self._storage = None if packed is None else packed.untyped_storage()
-        self._size_bytes = 0 if self._storage is None else self._storage.nbytes()
+        self._size_bytes = 0 if packed is None else packed.nbytes
         self._blocks = Blocks.of_process()
 
     def fill(self) -> None:
