@@ -34,6 +34,10 @@ MICRO = (
     "fsdp2,fsdp2:keep:last,fsdp2:keep:hold:last,ddp:last,floor"
 )
 
+COMPILED = (
+    "shardwise:compile,shardwise:c10d:compile,fsdp2:compile,ddp:compile,floor:compile,shardwise"
+)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -56,6 +60,7 @@ CASES = {
     "50M_fp32_8micro": Case(
         "50M", "fp32", MICRO, num_micro_batches=8, num_tokens=128, num_rounds=3, num_steps=2
     ),
+    "50M_fp32_compile": Case("50M", "fp32", COMPILED),
     "185M_fp32": Case("185M", "fp32"),
     "185M_bf16": Case("185M", "bf16"),
 }

@@ -60,6 +60,20 @@ def test_a_step_in_the_backward_is_the_same_step(rank, world):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["shardwise", "fsdp2", "ddp", "floor"])
+@on_ranks(2)
+def test_units_are_compiled(rank, world, kind):
+    """Each unit but the root, once, and only where that is asked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = []
+        patch.setattr(torch.nn.Module, "compile", lambda self, *_, **__: compiled.append(self))
+        trainer_of(kind)
+        assert not compiled
+        trainer = trainer_of(f"{kind}:compile")
+        model = getattr(trainer.model, "module", trainer.model)
+        assert compiled == list(model.blocks)
+
+
 @on_ranks(2)
 def test_the_floor_trains_another(rank, world):
     """Or the comparison of losses could see nothing."""

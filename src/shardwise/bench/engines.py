@@ -37,21 +37,22 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "shardwise": Kind(
-        "this project", (*TRANSPORTS, *STRATEGIES, "keep", "last", "in_backward"), "shardwise"
+        "this project", (*TRANSPORTS, *STRATEGIES, "keep", "last", "in_backward", "compile"), "shardwise"
     ),
-    "fsdp2": Kind("torch.distributed.fsdp.fully_shard", ("keep", "hold", "last")),
-    "ddp": Kind("torch DistributedDataParallel; bf16 by autocast", ("last",)),
+    "fsdp2": Kind("torch.distributed.fsdp.fully_shard", ("keep", "hold", "last", "compile")),
+    "ddp": Kind("torch DistributedDataParallel; bf16 by autocast", ("last", "compile")),
     "fsdp1": Kind("torch FullyShardedDataParallel", ("keep", "last")),
     "deepspeed": Kind("DeepSpeed ZeRO", ("1", "2", "3"), "deepspeed", "deepspeed"),
     "megatron_fsdp": Kind("Megatron-FSDP", (), "megatron_fsdp", "megatron-fsdp"),
     "fairscale": Kind("FairScale FullyShardedDataParallel", (), "fairscale", "fairscale"),
-    "floor": Kind("no communication, 1/N of the optimizer's work"),
+    "floor": Kind("no communication, 1/N of the optimizer's work", ("compile",)),
 }
 OPTIONS = {
     "keep": "parameters stay gathered between forward and backward",
     "hold": "parameters stay gathered over all micro-batches of a step",
     "last": "gradients are reduced in the last micro-batch only",
     "in_backward": "the optimizer steps unit by unit in the backward",
+    "compile": "torch.compile of each unit's forward",
     "1, 2, 3": "the ZeRO stage (2)",
 }
 STANDARD = (

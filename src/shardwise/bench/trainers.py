@@ -60,6 +60,12 @@ class Setup:
         groups = choose_units(self.model, unit)
         return [self.model.get_submodule(name) for group in groups for name in group]
 
+    def compile_units(self) -> None:
+        """Compile the forward of each unit, where the engine's options ask for it."""
+        if "compile" in self.spec.options:
+            for module in self.units():
+                module.compile()
+
     def adamw(self, params: Any) -> torch.optim.Optimizer:
         trained = [p for p in params if p.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, **OPTIMIZERS[self.optimizer])
@@ -127,6 +133,7 @@ class FloorTrainer:
 
     def __init__(self, setup: Setup) -> None:
         self.model, self._bf16 = setup.model, setup.is_bf16
+        setup.compile_units()
         self._parts: list[tuple[nn.Parameter, Tensor, int, int]] = []
         rank, world = dist.get_rank(), dist.get_world_size()
         for param in self.model.parameters():
@@ -204,6 +211,7 @@ def _shardwise(setup: Setup) -> Trainer:
     from shardwise import MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
 
     spec = setup.spec
+    setup.compile_units()
     # None is full_shard with the root kept after forward: FSDP2's default too.
     strategy = spec.one_of(STRATEGIES, "full_shard")
     policy = MixedPrecisionPolicy()

@@ -15,6 +15,7 @@ from shardwise.bench.trainers import AutocastTrainer, Setup, Trainer
 
 
 def make(setup: Setup) -> Trainer:
+    setup.compile_units()
     model = DistributedDataParallel(setup.model, gradient_as_bucket_view=True)
 
     def around(is_last: bool) -> AbstractContextManager[Any]:

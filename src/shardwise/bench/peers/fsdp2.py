@@ -25,6 +25,7 @@ def make(setup: Setup) -> Trainer:
         settings["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if "keep" in setup.spec.options:
         settings["reshard_after_forward"] = False
+    setup.compile_units()
     for module in setup.units():
         fully_shard(module, **settings)
     model: Any = fully_shard(setup.model, **settings)
