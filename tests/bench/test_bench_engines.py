@@ -26,7 +26,7 @@ def test_options_stand_in_any_order():
         ("shardwize", "no engine 'shardwize'; did you mean shardwise?"),
         ("horovod", "no engine 'horovod'; there are shardwise, fsdp2"),
         ("fsdp2:kep", "fsdp2:kep: no option 'kep'; did you mean keep?"),
-        ("floor:keep", "floor has no options"),
+        ("megatron_fsdp:keep", "megatron_fsdp has no options"),
         ("shardwise:c10d:auto", "c10d and auto exclude each other"),
         ("shardwise:zero2:full_shard", "zero2 and full_shard exclude each other"),
         ("fsdp2@X", "expected @NAME=VALUE, found @X"),

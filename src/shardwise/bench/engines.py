@@ -37,7 +37,9 @@ class Kind:
 
 KINDS: dict[str, Kind] = {
     "shardwise": Kind(
-        "this project", (*TRANSPORTS, *STRATEGIES, "keep", "last", "in_backward", "compile"), "shardwise"
+        "this project",
+        (*TRANSPORTS, *STRATEGIES, "keep", "last", "in_backward", "compile"),
+        "shardwise",
     ),
     "fsdp2": Kind("torch.distributed.fsdp.fully_shard", ("keep", "hold", "last", "compile")),
     "ddp": Kind("torch DistributedDataParallel; bf16 by autocast", ("last", "compile")),
