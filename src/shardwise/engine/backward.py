@@ -83,8 +83,11 @@ class BackwardPass:
         Another call may be: of another module of a list, or of the same one in a chain.
         """
         self._collect(unit)
-        if not unit.in_double_backward and not unit.open_calls:
-            unit.rest_after_backward()
+        if unit.in_double_backward or unit.open_calls:
+            return
+        if unit.borrowers and any(u in self._touched for u in unit.open_borrowers):
+            return  # one that is under way around this unit, or beside it, still needs it
+        unit.rest_after_backward()
 
     def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
         self._touched.setdefault(unit)
@@ -138,16 +141,17 @@ class BackwardPass:
         Units that this backward has not reached are passed over: theirs is another one, or none.
         """
         order = self.context.order
-        for unit in reversed(list(order)):
+        for ref in reversed(list(order)):
+            unit = ref()
             if unit in self._complete:
-                del order[unit]
+                del order[ref]
                 self._issue(unit)
                 if not self._complete:
                     return
             elif unit in self._touched:
                 break
         for unit in list(self._complete):
-            if unit not in order:  # a second arrival, or a graph from before an exception
+            if unit.ref not in order:  # a second arrival, or a graph from before an exception
                 self._issue(unit)
 
     def _issue(self, unit: Unit) -> None:
@@ -230,9 +234,10 @@ class BackwardPass:
         for unit in context.units:
             if not unit.requires_sync:
                 unit.collect_left_gradients()
-        for unit in reversed(list(context.order)):
-            if unit in self._touched or unit.has_unreduced:
-                del context.order[unit]
+        for ref in reversed(list(context.order)):
+            unit = ref()
+            if unit is not None and (unit in self._touched or unit.has_unreduced):
+                del context.order[ref]
                 self._issue_if_needed(unit)
         for unit in context.units:
             self._issue_if_needed(unit)
@@ -258,8 +263,8 @@ class BackwardPass:
     def check_ledgers(self) -> None:
         """Was everything that this backward brought reduced, delivered, released? See `ledger`."""
         kept = self._creates_graph  # nothing is released before the outermost plain backward ends
-        unreached = () if kept else (u for u in self.context.order if u not in self._touched)
-        check_units(self._touched, unreached)
+        ran = () if kept else (u for ref in self.context.order if (u := ref()) is not None)
+        check_units(self._touched, (u for u in ran if u not in self._touched))
         if self.torn:
             self.context.torn += refresh(self.torn)
             raise torn_error(self.torn)

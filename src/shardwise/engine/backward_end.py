@@ -8,6 +8,8 @@ joined, then everything is waited for, delivered and released, and only then con
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 from shardwise._torch_compat import at_end_of_backward
@@ -18,29 +20,33 @@ if TYPE_CHECKING:
     from shardwise.engine.backward import BackwardPass
     from shardwise.engine.gradients import BucketGrads
 
-_ENDS: dict[int, list[BackwardPass]] = {}  # by graph task; an entry lives as long as its backward
+
+class _Passes(list["BackwardPass"]):
+    """Those that end with one graph task, which holds them: an exception lets go of them all."""
+
+
+_ENDS: weakref.WeakValueDictionary[int, _Passes] = weakref.WeakValueDictionary()  # by graph task
 
 
 def end_with(task: int, backward: BackwardPass) -> None:
     """Let `backward` take part in the end of a graph task (reentrant checkpointing nests them)."""
-    if task not in _ENDS:
-        _ENDS[task] = []
-        at_end_of_backward(lambda: _end(task))
-    _ENDS[task].append(backward)
+    passes = _ENDS.get(task)
+    if passes is None:
+        passes = _ENDS[task] = _Passes()
+        at_end_of_backward(partial(_end, task, passes))
+    passes.append(backward)
 
 
 def forget(backward: BackwardPass) -> None:
-    """An exception ended the backward; autograd will not call back."""
-    for task, passes in list(_ENDS.items()):
+    """An exception ended the backward; where an outer one goes on, that is not to end it too."""
+    for passes in list(_ENDS.values()):
         if backward in passes:
             passes.remove(backward)
-        if not passes:
-            del _ENDS[task]
 
 
-def _end(task: int) -> None:
+def _end(task: int, passes: _Passes) -> None:
     """Autograd has run all nodes of a graph task."""
-    passes = _ENDS.pop(task, [])
+    _ENDS.pop(task, None)  # who comes now, by a hook, gets an end of its own
     _finish(passes, [b for b in passes if b.first_task == task])
 
 

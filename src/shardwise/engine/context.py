@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_compat import graph_task
 from shardwise.comm.board import wait_for
@@ -35,13 +36,15 @@ from shardwise.events import EventLog
 
 
 class Context:
-    """See the module docstring. Units are held weakly: they belong to their modules."""
+    """See the module docstring. Units are held weakly: they belong to their modules, and a model
+    that is deleted frees its memory at once, also before the backward of its last forward.
+    """
 
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self.depth = 0
         self.latest_call: Call | None = None  # with gradients on, and a tensor as output
-        self.order: dict[Unit, None] = {}
+        self.order: dict[weakref.ref[Unit], None] = {}
         self.prefetch = Prefetch()
         self.backward: BackwardPass | None = None
         self.log: EventLog | None = None
@@ -51,7 +54,7 @@ class Context:
         self.has_run = False
         self.torn: list[Torn] = []  # gradients that an exception left half done
         self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
-        self._reached: set[Unit] = set()  # by backwards without sync, see `reduce_partials`
+        self._reached: set[weakref.ref[Unit]] = set()  # without sync, see `reduce_partials`
         self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
 
     # -- units -----------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ class Context:
             self.note("F", unit)
         if is_awaited:
             unit.num_uses += 1
-            self.order.setdefault(unit)
+            self.order.setdefault(unit.ref)
 
     def agree_on_stale_copies(self, units: list[Unit]) -> None:
         """What lives between steps is gathered again when any rank wrote to its shards: full copies
@@ -254,9 +257,8 @@ class Context:
         parameters in the graph of the first; where they find shards they lose gradients silently.
         """
         reached, self._reached = self._reached, set()
-        empty = [
-            u.name for u in self.units if u in reached and u.is_trainable and not u.has_unreduced
-        ]
+        units = [u for u in self.units if u.ref in reached]
+        empty = [u.name for u in units if u.is_trainable and not u.has_unreduced]
         if empty:
             raise EngineError(
                 f"{', '.join(empty)}: backwards went through, but no parameter has a gradient. A "
@@ -266,7 +268,7 @@ class Context:
             )
 
     def end_backward(self) -> None:
-        self.backward = None
+        self.backward = self.latest_call = None  # a call may have run again, for its activations
         if not self.order:
             self.prefetch.forget()
         self.tokens_reduced()
@@ -278,31 +280,59 @@ class Context:
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of an output of `unit` is complete."""
         if not unit.requires_sync:
-            self._reached.add(unit)
+            self._reached.add(unit.ref)
         self.backward_pass().pre_backward(unit)
+
+
+def behind_views(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a hook belongs: what is written to a view gives it a history anew, without the hooks
+    that it had; and one on a view of which a part was written crashes torch. Many outputs are
+    views, those of a linear layer too.
+    """
+    base = tensor._base
+    return tensor if base is None or base.is_leaf else base
 
 
 class Call:
     """One call of a unit with gradients on, and the hook on its outputs. While it is open its
-    backward is still to come; it lives as long as the hooks in its graph.
+    backward is to come or under way; it lives as long as the hooks in its graph.
     """
 
-    __slots__ = ("followers", "output", "unit")
+    __slots__ = ("__weakref__", "_leaf_hook", "followers", "output", "unit")
 
     def __init__(self, unit: Unit, *, is_open: bool) -> None:
         self.unit = unit
         self.output: weakref.ref[torch.Tensor] | None = None  # where it is a tensor
         self.followers: list[Call] = []  # whose only input that is
+        self._leaf_hook: RemovableHandle | None = None
         if is_open:
             unit.open_calls.add(id(self))
 
     def __del__(self) -> None:
         self.unit.open_calls.discard(id(self))
+        if self._leaf_hook is not None:
+            self._leaf_hook.remove()
 
     def __call__(self, grad: torch.Tensor) -> None:
         for follower in self.followers:
             follower.input_done(grad)
-        self.unit.context.pre_backward(self.unit)
+        unit = self.unit
+        unit.open_calls.add(id(self))  # again, in another backward through the same graph
+        unit.context.pre_backward(unit)
+
+    def watch_input(self, only: torch.Tensor) -> None:
+        """Be told when its gradient is complete. A leaf outlives the graph: it holds no call."""
+        if not only.is_leaf:
+            behind_views(only).register_hook(self.input_done)
+            return
+        ref = weakref.ref(self)
+
+        def input_done(grad: torch.Tensor) -> None:
+            call = ref()
+            if call is not None:
+                call.input_done(grad)
+
+        self._leaf_hook = only.register_hook(input_done)
 
     def input_done(self, _grad: torch.Tensor) -> None:
         """The gradient of its only input is complete."""

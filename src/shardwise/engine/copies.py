@@ -53,9 +53,10 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit | None:
     for setting in _SETTINGS:
         setattr(new, setting, getattr(unit, setting))
     new.set_prefetch(unit.prefetch, unit.gather_limit)
-    new._tied_to = [memo.get(id(owner), owner) for owner in unit._tied_to]
     Context().take_in([new])
     memo[id(unit)] = new
+    for owner in unit._tied_to:
+        new.borrow_from(copy_unit(owner, memo) or owner)
     return new
 
 

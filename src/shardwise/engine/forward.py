@@ -19,7 +19,7 @@ import torch
 
 from shardwise._torch_compat import graph_task_id
 from shardwise.engine.activations import KEEP, Activations
-from shardwise.engine.context import Call, Context
+from shardwise.engine.context import Call, Context, behind_views
 from shardwise.engine.outputs import cast_floats, map_tensors, may_hide_tensors, tensors_in
 from shardwise.engine.unit import Unit
 
@@ -94,7 +94,7 @@ def _watch_inputs(context: Context, call: Call, args: Any, kwargs: Any) -> None:
     if before is not None and before.output is not None and before.output() is inputs[0]:
         before.followers.append(call)
     else:
-        inputs[0].register_hook(call.input_done)
+        call.watch_input(inputs[0])
 
 
 def _watch_outputs(context: Context, call: Call, out: Any) -> bool:
@@ -102,13 +102,13 @@ def _watch_outputs(context: Context, call: Call, out: Any) -> bool:
     context.latest_call = None
     if isinstance(out, torch.Tensor):
         if out.requires_grad:
-            out.register_hook(call)
+            behind_views(out).register_hook(call)
             call.output = weakref.ref(out)
             context.latest_call = call
         return out.requires_grad
     watched = False
     for t in tensors_in(out):
         if t.requires_grad:
-            t.register_hook(call)
+            behind_views(t).register_hook(call)
             watched = True
     return watched

@@ -37,7 +37,9 @@ class Prefetch:
         self._running: list[weakref.ref[Unit]] = []  # of this one
         self._follows = False
         self._ahead: dict[Unit, None] = {}  # gathered ahead in this forward, not used yet
-        self._ended: list[Unit] = []  # forwards whose backward is to come, as they ended
+        self._ended: list[
+            weakref.ref[Unit]
+        ] = []  # forwards whose backward is to come, as they ended
 
     def begin_forward(self) -> None:
         self._running = []
@@ -47,7 +49,7 @@ class Prefetch:
         """A unit's forward is about to compute; its own gather is complete."""
         self._ahead.pop(unit, None)
         at = len(self._running)
-        self._running.append(weakref.ref(unit))
+        self._running.append(unit.ref)
         self._follows = self._follows and at < len(self._known) and self._known[at]() is unit
         if unit.forward_prefetch:
             for ref in unit.forward_prefetch:
@@ -67,7 +69,7 @@ class Prefetch:
     def ended(self, unit: Unit) -> None:
         """A unit's forward has computed, and a backward is to be expected."""
         if unit.overlaps:
-            self._ended.append(unit)
+            self._ended.append(unit.ref)
 
     def backward_of(self, unit: Unit, context: Context) -> None:
         """A unit's backward is about to compute."""
@@ -75,11 +77,11 @@ class Prefetch:
             for ref in unit.backward_prefetch:
                 if (named := ref()) is not None and not named.keeps_between_steps:
                     named.unshard()
-        elif unit in self._ended:
-            while self._ended.pop() is not unit:
+        elif unit.ref in self._ended:
+            while self._ended.pop() is not unit.ref:
                 pass
-            before = (u for u in reversed(self._ended) if not u.keeps_between_steps)
-            _issue(unit, before, context)
+            before = (u for ref in reversed(self._ended) if (u := ref()) is not None)
+            _issue(unit, (u for u in before if not u.keeps_between_steps), context)
 
     def forget(self) -> None:
         """No backward is to come, or an exception has ended the pass."""

@@ -67,6 +67,7 @@ class Unit(UnitGradients):
         ignored: frozenset[int],
     ) -> None:
         self.name = name
+        self.ref: weakref.ref[Unit] = weakref.ref(self)
         self.plan = plan
         self.mesh = plan.mesh
         self.transport = plan.transport
@@ -107,15 +108,15 @@ class Unit(UnitGradients):
         self._handles: Sequence[Handle] = ()
         self._gathered: Any = None  # the event behind the gather, until somebody has waited for it
         self._modules_run = 0
-        self.open_calls: set[int] = set()  # ids of calls whose backward is still to come
+        self.open_calls: set[int] = set()  # ids of calls whose backward is not over
         self.is_adopted = False  # a root has taken it in and named it
         self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
-        self._lends = False  # its parameters are used in other units too
+        self.borrowers: list[weakref.ref[Unit]] = []  # where parameters of this one are used
         self._num_users = 0  # tied units that run now and need this one gathered
 
     def _build(self, found: list[Found]) -> None:
         self.buckets = build_buckets(self.name, found, self.plan, self.mark)
-        ref: weakref.ref[Unit] = weakref.ref(self)
+        ref = self.ref
         for bucket in self.buckets:
             bucket.unit = ref
             for param in bucket.params:
@@ -169,7 +170,12 @@ class Unit(UnitGradients):
     @property
     def is_tied(self) -> bool:
         """Parameters of it are used in other units' modules, or those of others here."""
-        return bool(self._tied_to) or self._lends
+        return bool(self._tied_to or self.borrowers)
+
+    @property
+    def open_borrowers(self) -> list[Unit]:
+        """Units that use its parameters too, and whose backward is not over."""
+        return [u for ref in self.borrowers if (u := ref()) is not None and u.open_calls]
 
     @property
     def is_trainable(self) -> bool:
@@ -292,9 +298,14 @@ class Unit(UnitGradients):
             owner = home.unit()
             for bucket in owner.buckets if owner is not None else ():
                 bucket.forget_places()
-            if owner is not None and owner is not self and owner not in self._tied_to:
-                self._tied_to.append(owner)
-                owner._lends = True
+            if owner is not None and owner is not self:
+                self.borrow_from(owner)
+
+    def borrow_from(self, owner: Unit) -> None:
+        """Parameters of `owner` are registered in this unit's modules too."""
+        if owner not in self._tied_to:
+            self._tied_to.append(owner)
+            owner.borrowers.append(self.ref)
 
     def materialize(self) -> None:
         """Allocate shards for parameters on the meta device. What is in them is undefined until
