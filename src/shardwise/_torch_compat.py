@@ -315,5 +315,10 @@ def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
 
 
 def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Which serves a device: "gloo", "nccl"; `dist.get_backend` names one for the whole group."""
-    return (group or dist.group.WORLD)._get_backend(device).name()  # type: ignore[union-attr]
+    """Which serves a device: "gloo", "nccl"; `dist.get_backend` names one for the whole group.
+    Empty where the group has none: torch's ranks as threads.
+    """
+    try:
+        return (group or dist.group.WORLD)._get_backend(device).name()  # type: ignore[union-attr]
+    except RuntimeError:
+        return ""
