@@ -20,6 +20,7 @@ import torch
 from shardwise._torch_compat import graph_task_id
 from shardwise.engine.activations import KEEP, Activations
 from shardwise.engine.context import Call, Context, behind_views
+from shardwise.engine.kept_views import is_over
 from shardwise.engine.outputs import cast_floats, map_tensors, may_hide_tensors, tensors_in
 from shardwise.engine.unit import Unit
 
@@ -51,6 +52,7 @@ def run(
             out = activations.run(unit, forward, args, kwargs)
         if unit.policy.output_dtype is not None:
             out = cast_floats(out, unit.policy.output_dtype)
+        out = _without_parameters(unit, out)
         if call is not None:
             watched = _watch_outputs(context, call, out)
             unit.hides_outputs = not watched and may_hide_tensors(out)
@@ -78,6 +80,16 @@ def _prepare_inputs(unit: Unit, outermost: bool, args: Any, kwargs: Any) -> tupl
         if kwargs:
             kwargs = cast_floats(kwargs, dtype)
     return args, kwargs
+
+
+def _without_parameters(unit: Unit, out: Any) -> Any:
+    """A weight that a module returns, or a view of one, lies in memory that is released now or
+    later. It becomes a copy, which stays readable and takes its gradient to the weight.
+    """
+    if isinstance(out, torch.Tensor) and not out.is_leaf and out._base is None:
+        return out  # computed, as usual
+    addresses = unit.addresses()
+    return map_tensors(out, lambda t: t.clone() if is_over(t, addresses) else t)
 
 
 def _watch_inputs(context: Context, call: Call, args: Any, kwargs: Any) -> None:

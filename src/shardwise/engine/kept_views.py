@@ -58,7 +58,7 @@ class Attributes:
         """
         for where, ref, key in self._suspects:
             module = ref()
-            if module is not None and _is_over(module.__dict__.get(key), storages):
+            if module is not None and is_over(module.__dict__.get(key), storages):
                 return where
         return None
 
@@ -77,7 +77,8 @@ class Attributes:
                     self._suspects.append((where, ref, key))
 
 
-def _is_over(value: Any, storages: set[int], depth: int = 0) -> bool:
+def is_over(value: Any, storages: set[int], depth: int = 0) -> bool:
+    """Whether a tensor, or one in a container, lies in one of the storages (data pointers)."""
     if value is None:
         return False
     if isinstance(value, torch.Tensor):
@@ -87,5 +88,5 @@ def _is_over(value: Any, storages: set[int], depth: int = 0) -> bool:
             return False
     if depth < 2 and isinstance(value, _CONTAINERS) and len(value) <= 64:
         values = value.values() if isinstance(value, dict) else value
-        return any(_is_over(v, storages, depth + 1) for v in values)
+        return any(is_over(v, storages, depth + 1) for v in values)
     return False

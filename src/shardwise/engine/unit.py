@@ -496,11 +496,15 @@ class Unit(UnitGradients):
             else:
                 self.reshard("" if torch.is_grad_enabled() else "forward")
 
+    def addresses(self) -> set[int]:
+        """Where gathered memory begins that is to be released."""
+        return {address for b in self.buckets for address in b.addresses()}
+
     def _check_kept_views(self) -> None:
         """A module's attribute that looks into memory which is released now."""
         if self.attributes is None or not self.is_held or not self.attributes.could_hold:
             return
-        where = self.attributes.view_of({a for b in self.buckets for a in b.addresses()})
+        where = self.attributes.view_of(self.addresses())
         if where is not None:
             raise EngineError(
                 f"{where}: is a view of the gathered parameters of the unit {self.name!r}, which "
