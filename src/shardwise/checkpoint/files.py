@@ -224,6 +224,12 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def free_bytes(folder: Path) -> int:
+    """What may still be written where `folder`, which exists, lies."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 def text_of(path: Path) -> str:
     """The content of a small file; empty where there is none."""
     try:

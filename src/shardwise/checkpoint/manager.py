@@ -16,7 +16,6 @@ seeds anew (`Loaded.rng_restored`).
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of, new_dtensor, spec_of
 from shardwise.checkpoint import store
+from shardwise.checkpoint.files import free_bytes
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.loading import check_model, load_model, load_optimizers
 from shardwise.checkpoint.ranks import Ranks
@@ -154,8 +154,7 @@ class CheckpointManager:
         """Room for what `keep` will let stand, and the one that is written beside them. The
         rehearsal still stands, so one of them is there."""
         have = len(store.list_checkpoints(self.directory).complete) + 1
-        found = os.statvfs(self.directory)
-        free, needed = found.f_bavail * found.f_frsize, size_bytes * (self._keep + 1 - have)
+        free, needed = free_bytes(self.directory), size_bytes * (self._keep + 1 - have)
         if self._keep and needed > free:
             raise CheckpointError(
                 f"{self.directory}: a checkpoint has {size_bytes:,} bytes, and up to "

@@ -15,7 +15,6 @@ moves only the files that a host needs and lacks.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.checkpoint import store
-from shardwise.checkpoint.files import replace_file, text_of
+from shardwise.checkpoint.files import free_bytes, replace_file, text_of
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.index import INDEX
 from shardwise.checkpoint.loading import files_to_read
@@ -95,8 +94,7 @@ class MemoryCopies:
         self._hosts.on_leaders(lambda: store.keep_only(final))
 
     def _check_room(self, needed: int) -> None:
-        found = os.statvfs(self.folder.parent)
-        free = min(found.f_bavail * found.f_frsize, _available_bytes())
+        free = min(free_bytes(self.folder.parent), _available_bytes())
         if needed > free:
             raise CheckpointError(
                 f"rank {self._ranks.rank}: copies in memory need {needed:,} bytes and {free:,} are "
@@ -185,10 +183,8 @@ class MemoryCopies:
     def bring(self, checkpoint: Checkpoint, model: nn.Module) -> None:
         """What ranks will read of the copy that `latest` found, to fill this (sharded) model and
         its optimizers, comes to their hosts."""
-        groups, source = (
-            self._hosts.groups,
-            self._ranks.on_each(lambda: CheckpointSource(checkpoint)),
-        )
+        groups = self._hosts.groups
+        source = self._ranks.on_each(lambda: CheckpointSource(checkpoint))
         source.close()
         names = self._ranks.on_all(lambda: files_to_read(source, model, self._ranks.rank))
         self._bring(checkpoint, [set().union(*(names[r] for r in group)) for group in groups])

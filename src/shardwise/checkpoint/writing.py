@@ -14,13 +14,12 @@ written is removed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint import store
 from shardwise.checkpoint.dtypes import dtype_of
-from shardwise.checkpoint.files import CheckedWriter, FileEntry, write_checked
+from shardwise.checkpoint.files import CheckedWriter, FileEntry, free_bytes, write_checked
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.index import INDEX, Chunk, Index
 from shardwise.checkpoint.placement import local_part, storage_bytes
@@ -80,8 +79,7 @@ def _check_disk(needed: int, final: Path, rank: int) -> None:
     existing = final.parent
     while not existing.exists():
         existing = existing.parent
-    found = os.statvfs(existing)
-    free = found.f_bavail * found.f_frsize
+    free = free_bytes(existing)
     if needed > free:
         raise CheckpointError(
             f"rank {rank}: {needed:,} bytes are needed and {free:,} are free on the "
