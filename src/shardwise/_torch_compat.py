@@ -89,7 +89,7 @@ def new_dtensor(
         return DTensor.__new__(cls, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
     made = DTensor.__new__(
         cls,
-        empty_like(local),
+        _nothing_like(local),
         spec,
         requires_grad=requires_grad,  # type: ignore[call-arg]
     )
@@ -101,7 +101,7 @@ def new_dtensors(
     cls: type[DTensor], locals_: Sequence[torch.Tensor], specs: Sequence[Any]
 ) -> list[Any]:
     """`new_dtensor` for several plain tensors of one dtype."""
-    empty = empty_like(locals_[0])
+    empty = _nothing_like(locals_[0])
     made = []
     for local, spec in zip(locals_, specs, strict=True):
         new: Any = DTensor.__new__(cls, empty, spec, requires_grad=False)  # type: ignore[call-arg]
@@ -110,7 +110,7 @@ def new_dtensors(
     return made
 
 
-def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+def _nothing_like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of no elements, one for each dtype and device."""
     key = (tensor.dtype, tensor.device)
     empty = _EMPTY.get(key)

@@ -80,7 +80,6 @@ class C10dTransport:
         self._sums_by_gloo: bool | None = None  # asked at the first reduction
         checks = (OrderCheck.of(axis) for axis in (shard, replicate))
         self._checks = [check for check in checks if check is not None]
-        self.watches_time = bool(self._checks)  # on the host, where that is what backends do
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
         if layout.world != self._shard.size:
@@ -91,7 +90,6 @@ class C10dTransport:
             )
         if device.type != "meta":
             self._device = device
-            self.watches_time = bool(self._checks) and device.type == "cpu"
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1
@@ -207,7 +205,7 @@ class C10dTransport:
 
     def wait_for(self, work: Any, what: str) -> None:
         """Wait on the host where that is what the backend does anyway, and watch the time."""
-        if self.watches_time:
+        if self._checks and self._device.type == "cpu":
             self._checks[-1 if what.startswith("all_reduce") else 0].wait(work, what)
         else:
             work.wait()
@@ -275,10 +273,7 @@ class _Issued:
         transport = self._transport
         try:
             for work in works:
-                if transport.watches_time:
-                    transport.wait_for(work, f"{self._what} of {self._bucket.name}")
-                else:
-                    work.wait()
+                transport.wait_for(work, f"{self._what} of {self._bucket.name}")
         except (PeerTimeoutError, DivergenceError):
             raise
         except RuntimeError as error:

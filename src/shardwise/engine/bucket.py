@@ -34,6 +34,7 @@ from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy, 
 
 # What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
 _version = attrgetter("_version")
+_shows_shards = attrgetter("shows_shards")
 
 
 class BucketState:
@@ -282,7 +283,7 @@ class BucketState:
 
     def is_registered(self) -> bool:
         """True when every slot holds the sharded or the full form of its parameter."""
-        if all(holder.shows_shards for holder in self.holders):
+        if all(map(_shows_shards, self.holders)):
             return True
         for param in self.params:
             for parameters, name in param.slots:

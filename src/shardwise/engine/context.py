@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,8 @@ from shardwise.engine.unit_gradients import UnitGradients
 from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
 from shardwise.errors import EngineError
 from shardwise.events import EventLog
+
+_wires = attrgetter("wires")
 
 
 class Context:
@@ -70,7 +74,7 @@ class Context:
 
     def wires(self) -> list[Wire]:
         """The wires of all units, each once, in an order that is the same on all ranks."""
-        return list(dict.fromkeys(wire for u in self.units for wire in u.wires))
+        return list(dict.fromkeys(chain.from_iterable(map(_wires, self.units))))
 
     def note(self, code: str, unit: UnitGradients) -> None:
         if self.log is not None:

@@ -37,9 +37,8 @@ class Prefetch:
         self._running: list[weakref.ref[Unit]] = []  # of this one
         self._follows = False
         self._ahead: dict[Unit, None] = {}  # gathered ahead in this forward, not used yet
-        self._ended: list[
-            weakref.ref[Unit]
-        ] = []  # forwards whose backward is to come, as they ended
+        # Forwards whose backward is to come, as they ended.
+        self._ended: list[weakref.ref[Unit]] = []
 
     def begin_forward(self) -> None:
         self._running = []

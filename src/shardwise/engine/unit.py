@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 # What is asked of all buckets is asked by one `map`, which stays in C.
 _gather = methodcaller("gather")
 _written = methodcaller("written_names")
+_is_registered = methodcaller("is_registered")
 
 
 class Unit(UnitGradients):
@@ -204,7 +205,7 @@ class Unit(UnitGradients):
 
     def is_registered(self) -> bool:
         """True when the modules hold this unit's parameters, in whatever form."""
-        return all(b.is_registered() for b in self.buckets)
+        return all(map(_is_registered, self.buckets))
 
     def refresh(self, *, check_ties: bool = True) -> None:
         """Pick up parameters that were moved, cast or replaced since; does nothing when none
@@ -342,11 +343,7 @@ class Unit(UnitGradients):
                 self._wait_handles()  # the lane waits, not the host: copy-out overlaps too
             self._gathered = self.streams.record("gather")
         else:
-            self._handles = (
-                self._gather()
-                if functorch_transform() is None
-                else outside_transforms(self._gather)
-            )
+            self._handles = outside_transforms(self._gather)
         self.is_held, self.is_stale = True, False
         self.gathered_at = self.mark.count
 
@@ -378,10 +375,7 @@ class Unit(UnitGradients):
 
     def _wait_handles(self) -> None:
         try:
-            if functorch_transform() is None:
-                self._wait_each()
-            else:
-                outside_transforms(self._wait_each)
+            outside_transforms(self._wait_each)
         except BaseException:
             # The gather may still write, so its memory is not released; nobody waits for it again.
             self.is_held = False
@@ -404,13 +398,9 @@ class Unit(UnitGradients):
         """Gathered, complete, and registered."""
         if self.needs_gather:
             self._issue_gather()
-        if self._handles:
-            self._wait_handles()
-        if self._gathered is not None:
+        if self._handles or self._gathered is not None:
             self.wait_unshard()
-        self._shows_shards = False
-        for bucket in self.buckets:
-            bucket.register_full()
+        self.use_full()
 
     def use_shards(self) -> None:
         self._shows_shards = True
