@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes and names as people write them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,23 @@ _SIZES = {
     "mb": 10**6,
     "gb": 10**9,
 }
+
+STRATEGY_ALIASES = {
+    "ddp": "no_shard",
+    "zero1": "shard_optimizer",
+    "zero2": "shard_grad_op",
+    "zero3": "full_shard",
+    "fsdp": "full_shard",
+    "hsdp": "hybrid_shard",
+    "hfsdp": "hybrid_full_optimizer",
+}
+_ALIASES = STRATEGY_ALIASES | {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def full_name(text: str) -> str:
+    """What a name of a strategy or dtype stands for: `ZeRO-3`, `full-shard`, `bf16`."""
+    plain = text.strip().lower().replace("-", "_")
+    return _ALIASES.get(plain.replace("_", ""), plain)
 
 
 def parse_size(text: str) -> int | None:

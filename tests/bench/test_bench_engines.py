@@ -17,6 +17,7 @@ def test_options_stand_in_any_order():
     assert spec.one_of(engines.TRANSPORTS, "auto") == "c10d"
     assert spec.one_of(engines.STRATEGIES, "full_shard") == "shard_grad_op"
     assert spec.environment == (("A", "1"), ("B", "x=y"))
+    assert parse_engine("shardwise:ZeRO-2:c10d").options == ("shard_grad_op", "c10d")
     assert parse_engine("shardwise:shard_grad_op:c10d").one_of(engines.TRANSPORTS, "") == "c10d"
 
 
@@ -28,7 +29,7 @@ def test_options_stand_in_any_order():
         ("fsdp2:kep", "fsdp2:kep: no option 'kep'; did you mean keep?"),
         ("megatron_fsdp:keep", "megatron_fsdp has no options"),
         ("shardwise:c10d:auto", "c10d and auto exclude each other"),
-        ("shardwise:zero2:full_shard", "zero2 and full_shard exclude each other"),
+        ("shardwise:zero2:full_shard", "shard_grad_op and full_shard exclude each other"),
         ("fsdp2@X", "expected @NAME=VALUE, found @X"),
         ("", "no engine ''"),
     ],

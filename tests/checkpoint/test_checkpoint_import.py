@@ -260,6 +260,7 @@ def test_the_command_lists_verifies_compares_and_converts(tmp_path: Path, capsys
         json.loads(command(capsys, "diff", one, two, "--json", "--weights")[1])["only_right"] == []
     )
 
+    assert command(capsys, "export", run, tmp_path / "bf", "--dtype", "bf16")[0] == 0
     assert command(capsys, "export", run, tmp_path / "hf", "--max-shard-size", "1KB")[0] == 0
     assert command(capsys, "diff", "--weights", two, tmp_path / "hf")[0] == 1  # lacks the tie
     for to in ("torch", "safetensors", "shardwise"):

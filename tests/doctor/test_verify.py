@@ -243,6 +243,11 @@ def test_what_one_rank_tells(tmp_path: Path, which: str, row: int, result: str, 
     assert set(numbers.grads) <= set(numbers.weights)
 
 
+def test_short_names_of_strategies(tmp_path: Path) -> None:
+    args = command.parser().parse_args(["--strategies=zero3,DDP,full_shard"])
+    assert command.plan_of(args, tmp_path).strategies == ("full_shard", "no_shard")
+
+
 def test_mistakes_are_one_line(tmp_path: Path, capsys: Any) -> None:
     for arguments, said in (
         (["nowhere.toml"], "nowhere.toml: no such file"),

@@ -15,6 +15,7 @@ from shardwise.train.config import (
     ShardConfig,
     TrainConfig,
     mesh_shape,
+    parse_override,
     resolved_strategy,
     world_problems,
 )
@@ -81,7 +82,7 @@ def test_override(key, text, value):
         ("model.heads", "3", "do not cut model.dim = 128"),
         ("model.kv_heads", "3", "does not divide model.heads = 4"),
         ("data.held_out", "1", "is not between 0 and 1"),
-        ("data.token_dtype", "uint8", "has no effect: only .bin files"),
+        ("data.token_dtype", "uint8", "has no effect: data.source names no .bin file"),
     ],
 )
 def test_refused_override(key, text, expected):
@@ -94,6 +95,72 @@ def test_ineffective_keys_are_refused_only_where_they_were_set():
     assert "has no effect: optim.schedule is 'constant'" in refused(
         [*overrides, ("optim.final_lr_ratio", "0.5")]
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "option", "noted"),
+    [
+        ("[optim]\nfinal_lr_ratio = 0.2\n", ("optim.schedule", "constant"), "optim.final_lr_ratio"),
+        ("[train]\neval_samples = 3\n", ("train.eval_every", "0"), "train.eval_samples"),
+        ("[data]\nseq_len = 64\n", ("data.source", "mine:data"), "data.seq_len"),
+        (
+            "[data]\nsource = 'a.bin'\ntoken_dtype = 'uint8'\n",
+            ("data.source", "stdlib"),
+            "data.token_dtype",
+        ),
+        ("[model]\nkind = 'mine:build'\nwidth = 3\n", ("model.kind", "decoder"), "model.width"),
+    ],
+)
+def test_an_option_may_leave_a_key_of_the_file_without_effect(tmp_path, file, option, noted):
+    path = tmp_path / "job.toml"
+    path.write_text(file)
+    loaded = load_config(path, [option])
+    line = file.count("\n")
+    assert [note.split(" is ")[0].split(" names ")[0] for note in loaded.notes] == [
+        f"{path}:{line}: {noted}: has no effect: {option[0]}"
+    ]
+    section, _, key = noted.partition(".")
+    assert key not in config_as_dict(loaded.config)[section]
+
+
+def test_an_option_over_the_effective_configuration(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(config_as_toml(Config()))
+    options = [("optim.schedule", "constant"), ("train.eval_every", "0"), ("data.source", "m:f")]
+    assert len(load_config(path, options).notes) == 4  # seq_len and held_out
+    assert load_config(path, [("optim.lr", "1")]).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "meant"),
+    [
+        ("shard.strategy", "zero1", "shard_optimizer"),
+        ("shard.strategy", "ZeRO-2", "shard_grad_op"),
+        ("shard.strategy", "zero3", "full_shard"),
+        ("shard.strategy", "fsdp", "full_shard"),
+        ("shard.strategy", "full-shard", "full_shard"),
+        ("shard.strategy", "DDP", "no_shard"),
+        ("shard.param_dtype", "bf16", "bfloat16"),
+        ("shard.reduce_dtype", "fp32", "float32"),
+    ],
+)
+def test_aliases(tmp_path, key, text, meant):
+    section, _, name = key.partition(".")
+    path = tmp_path / "job.toml"
+    path.write_text(f"[{section}]\n{name} = {text!r}\n")
+    for loaded in (load_config(path), load_config(None, [(key, text)])):
+        assert config_as_dict(loaded.config)[section][name] == meant
+
+
+def test_aliases_of_strategies_with_replicas_and_in_overrides():
+    replicas = ("mesh.replicate", "2")
+    for alias, name in (("hsdp", "hybrid_shard"), ("hfsdp", "hybrid_full_optimizer")):
+        assert (
+            load_config(None, [replicas, ("shard.strategy", alias)]).config.shard.strategy == name
+        )
+    assert parse_override("blocks.0=zero2:c10d")[1]["strategy"] == "shard_grad_op"
+    assert load_config(None, [("shard.overrides", "head=:c10d")]).config.shard.overrides
+    assert "float16 needs a loss scaler" in refused([("shard.param_dtype", "fp16")])
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.bench.engines import KINDS, OPTIONS, STRATEGIES, TRANSPORTS, parse_engines
-from shardwise.bench.workload import WORKLOADS, DecoderWorkload, Workload, workload_named
+from shardwise.bench.workload import (
+    WORKLOADS,
+    DecoderWorkload,
+    Precision,
+    Workload,
+    workload_named,
+)
 from shardwise.errors import ConfigError
 from shardwise.train.options import CommandParser
+from shardwise.units import full_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -126,10 +133,7 @@ def _workload(args: argparse.Namespace) -> tuple[list[Workload], dict[str, Any]]
 def _run(args: argparse.Namespace, workloads: list[Workload], defaults: dict[str, Any]) -> int:
     from shardwise.bench.compare import Plan
 
-    precisions = (args.precision or defaults.get("precision", "fp32")).split(",")
-    for precision in precisions:
-        if precision not in ("fp32", "bf16"):
-            raise ConfigError(f"--precision: there are fp32 and bf16, found {precision!r}")
+    precisions = _precisions(args.precision or defaults.get("precision", "fp32"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     plan = Plan(
         workload=workloads[0],
@@ -147,6 +151,14 @@ def _run(args: argparse.Namespace, workloads: list[Workload], defaults: dict[str
     )
     plans = [replace(plan, workload=w, precision=p) for w in workloads for p in precisions]
     return run_plans(plans, args.limit_s, args.json, args.figure)
+
+
+def _precisions(text: str) -> list[Precision]:
+    known: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16"}
+    for word in text.split(","):
+        if full_name(word) not in known:
+            raise ConfigError(f"--precision: there are fp32 and bf16, found {word!r}")
+    return list(dict.fromkeys(known[full_name(word)] for word in text.split(",")))
 
 
 def run_plans(

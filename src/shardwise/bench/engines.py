@@ -13,11 +13,12 @@ import importlib.util
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
+from shardwise.units import full_name
 
 TRANSPORTS = ("auto", "c10d", "shared_memory")
 STRATEGIES = (
     "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
-    "hybrid_full_optimizer", "ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp",
+    "hybrid_full_optimizer",
 )  # fmt: skip
 
 
@@ -112,8 +113,9 @@ def parse_engine(name: str) -> EngineSpec:
     if kind not in KINDS:
         raise ConfigError(f"--engines: no engine {kind!r}; {nearest(kind, KINDS)}")
     known = KINDS[kind].options
-    for option in options:
-        if option not in known:
+    for i, option in enumerate(options):
+        options[i] = full_name(option)
+        if options[i] not in known:
             hint = nearest(option, known) if known else f"{kind} has no options"
             raise ConfigError(f"--engines: {name}: no option {option!r}; {hint}")
     for group in (TRANSPORTS, STRATEGIES, ("1", "2", "3")):

@@ -220,7 +220,7 @@ def _shardwise(setup: Setup) -> Trainer:
     model = shard_model(
         setup.model,
         mesh=_mesh_for(strategy),
-        strategy=None if strategy in ("full_shard", "zero3") else strategy,
+        strategy=None if strategy == "full_shard" else strategy,
         transport=spec.one_of(TRANSPORTS, "auto"),
         mp_policy=policy,
         unit=list(setup.unit) if isinstance(setup.unit, tuple) else setup.unit,

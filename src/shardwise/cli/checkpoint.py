@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.units import parse_size
+from shardwise.units import full_name, parse_size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.source import Source
@@ -55,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", type=full_name, choices=dtypes, help="of weights; or bf16, ...")
     parser.add_argument("--max-shard-size", type=_size, default=5 * 10**9, help="e.g. 5GB, 500MB")
 
 

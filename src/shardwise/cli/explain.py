@@ -77,7 +77,7 @@ def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]
         transport=config.shard.transport,
         overrides=override_for(groups, overrides),
     )
-    return plan, _reasons(loaded, plan)
+    return plan, [*loaded.notes, *_reasons(loaded, plan)]
 
 
 def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:

@@ -16,6 +16,7 @@ from shardwise.doctor.plan import STRATEGIES, TRANSPORTS, Plan, Row
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
 from shardwise.train.options import CommandParser
+from shardwise.units import full_name
 
 _Name = TypeVar("_Name", bound=str)
 _ABOUT = """\
@@ -122,10 +123,10 @@ def _title(plan: Plan) -> str:
 
 def _chosen(option: str, text: str, allowed: Sequence[_Name]) -> tuple[_Name, ...]:
     known = {str(name): name for name in allowed}
-    for name in (names := dict.fromkeys(text.split(","))):
-        if name not in known:
-            raise ConfigError(f"{option}: there are {', '.join(known)}, found {name!r}")
-    return tuple(known[name] for name in names)
+    for word in text.split(","):
+        if full_name(word) not in known:
+            raise ConfigError(f"{option}: there are {', '.join(known)}, found {word!r}")
+    return tuple(dict.fromkeys(known[full_name(word)] for word in text.split(",")))
 
 
 def _count(option: str, text: str, least: int) -> int:

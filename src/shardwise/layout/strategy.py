@@ -21,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from shardwise.units import STRATEGY_ALIASES, full_name
+
 
 class Placed(StrEnum):
     """How one tensor lies on one mesh axis."""
@@ -102,23 +104,13 @@ STRATEGIES: dict[str, Strategy] = {
     )
 }
 
-ALIASES: dict[str, str] = {
-    "ddp": "no_shard",
-    "zero1": "shard_optimizer",
-    "zero2": "shard_grad_op",
-    "zero3": "full_shard",
-    "hsdp": "hybrid_shard",
-    "hfsdp": "hybrid_full_optimizer",
-}
-
 
 def strategy_named(name: str | Strategy) -> Strategy:
     """The strategy of a name or alias (`zero3`, `ZeRO-3`); a `Strategy` is passed through."""
     if isinstance(name, Strategy):
         return name
-    plain = str(name).lower().replace("-", "_")
-    plain = ALIASES.get(plain.replace("_", ""), plain)
+    plain = full_name(str(name))
     if plain not in STRATEGIES:
-        known = ", ".join([*STRATEGIES, *ALIASES])
+        known = ", ".join([*STRATEGIES, *STRATEGY_ALIASES])
         raise ValueError(f"unknown strategy {name!r}; choose one of {known}")
     return STRATEGIES[plain]

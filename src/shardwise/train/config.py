@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from shardwise.units import parse_size
+from shardwise.units import full_name, parse_size
 
 DType = Literal["float32", "bfloat16"]
 
@@ -128,13 +128,14 @@ class OptimConfig:
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
     strategy: StrategyName = "auto"
-    """What is sharded; auto: full_shard, or hybrid_shard when mesh.replicate > 1."""
+    """What is sharded; auto: full_shard, or hybrid_shard when mesh.replicate > 1. Aliases: zero1,
+    zero2, zero3 or fsdp, ddp, hsdp, hfsdp."""
     unit: str | int | tuple[str, ...] = "auto"
     """What is gathered together: auto, class names or name patterns, or a size in bytes."""
     transport: Literal["auto", "c10d", "shared_memory"] = "auto"
     """How shards move between ranks."""
     param_dtype: DType = "float32"
-    """What forward and backward compute in; master weights stay float32."""
+    """What forward and backward compute in; master weights stay float32. Or bf16, fp32."""
     reduce_dtype: DType = "float32"
     """What gradients are summed in."""
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
@@ -204,19 +205,19 @@ def is_factory(text: object) -> bool:
     return bool(colon) and all(part.isidentifier() for part in [*module.split("."), name])
 
 
-def ineffective(config: Config) -> dict[str, str]:
-    """Keys that have no effect beside the other keys, each with the reason."""
-    found: dict[str, str] = {}
+def ineffective(config: Config) -> dict[str, tuple[str, str]]:
+    """Keys that have no effect: the key that makes them so, and how."""
+    found: dict[str, tuple[str, str]] = {}
     sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
     if is_factory(config.data.source):
         for key in ("data.seq_len", "data.held_out", "data.token_dtype"):
-            found[key] = f"data.source = {config.data.source!r} makes its own samples"
+            found[key] = "data.source", f"is {config.data.source!r}, which makes its own samples"
     elif not any(s.endswith(".bin") for s in sources):
-        found["data.token_dtype"] = "only .bin files need it, and data.source names none"
+        found["data.token_dtype"] = "data.source", "names no .bin file, and only these need it"
     if config.train.eval_every == 0:
-        found["train.eval_samples"] = "train.eval_every is 0"
+        found["train.eval_samples"] = "train.eval_every", "is 0"
     if config.optim.schedule != "cosine":
-        found["optim.final_lr_ratio"] = f"optim.schedule is {config.optim.schedule!r}"
+        found["optim.final_lr_ratio"] = "optim.schedule", f"is {config.optim.schedule!r}"
     return found
 
 
@@ -347,7 +348,7 @@ def gather_limit(config: Config) -> int | None:
 def parse_override(entry: str) -> tuple[str, dict[str, str]]:
     """`PATTERN=STRATEGY`, `PATTERN=:TRANSPORT` or `PATTERN=STRATEGY:TRANSPORT`."""
     pattern, equals, value = entry.partition("=")
-    strategy, _, transport = value.partition(":")
+    strategy, _, transport = (full_name(part) for part in value.partition(":"))
     if not equals or not value.strip(":"):
         raise ValueError(f"{entry!r}: expected PATTERN=STRATEGY[:TRANSPORT]")
     known = get_args(StrategyName)[1:]

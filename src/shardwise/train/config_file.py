@@ -27,6 +27,7 @@ from shardwise.train.config import (
     is_factory,
     problems,
 )
+from shardwise.units import full_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class LoadedConfig:
     config: Config
     path: Path | None
     origins: dict[str, _Origin]
+    notes: tuple[str, ...] = ()  # what an option has left without effect in the file
 
     def error(self, key: str, text: str) -> ConfigError:
         return _error(self.origins.get(key), key, text)
@@ -50,14 +52,25 @@ def load_config(path: str | Path | None, overrides: Sequence[tuple[str, str]] = 
         key = key.replace("-", "_")
         values[key] = _Text(text)
         origins[key] = f"--{key}"
-    config = _build(values, origins)
-    loaded = LoadedConfig(config, file, origins)
-    for key, reason in ineffective(config).items():
-        if key in origins:
-            raise loaded.error(key, f"has no effect: {reason}; remove it")
+    notes: list[str] = []
+    config = _build(values, origins, notes)
+    for key, (cause, how) in ineffective(config).items():
+        if key not in origins:
+            continue
+        error = _error(origins[key], key, f"has no effect: {cause} {how}")
+        if not _overridden(origins, key, cause):
+            raise ConfigError(f"{error}; remove it")
+        notes.append(str(error))
+    loaded = LoadedConfig(config, file, origins, tuple(notes))
     for key, text in problems(config):
         raise loaded.error(key, text)
     return loaded
+
+
+def _overridden(origins: dict[str, _Origin], key: str, cause: str) -> bool:
+    """Whether a file set `key`, and an option the other key that leaves it without effect: a note
+    then, no mistake."""
+    return isinstance(origins[key], _Line) and isinstance(origins.get(cause), str)
 
 
 def config_as_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -165,7 +178,7 @@ def _nearest(word: str, choices: typing.Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"there are {', '.join(choices)}"
 
 
-def _build(values: dict[str, Any], origins: dict[str, _Origin]) -> Config:
+def _build(values: dict[str, Any], origins: dict[str, _Origin], notes: list[str]) -> Config:
     kind = str(values.get("model.kind", DecoderConfig.__dataclass_fields__["kind"].default))
     custom = is_factory(kind)
     if not custom and kind != "decoder":
@@ -181,6 +194,10 @@ def _build(values: dict[str, Any], origins: dict[str, _Origin]) -> Config:
             continue
         hints = typing.get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
         if name not in hints:
+            if section == "model" and _overridden(origins, key, "model.kind"):
+                text = f"has no effect: model.kind is {kind!r}"
+                notes.append(str(_error(origins[key], key, text)))
+                continue
             raise _error(origins[key], key, f"unknown key; {_nearest_key(key)}")
         sections[section][name] = _convert(value, hints[name], key, origins[key])
     built = {name: SECTIONS[name](**content) for name, content in sections.items()}
@@ -216,7 +233,10 @@ def _convert(value: Any, hint: Any, key: str, origin: _Origin) -> Any:
     result = _match(value, hint)
     if result is _NO_MATCH:
         shown = json.dumps(value) if isinstance(value, bool | str) else value
-        raise _error(origin, key, f"expected {_describe(hint)}, found {shown}")
+        why = ""
+        if "bfloat16" in get_args(hint) and full_name(str(value)) == "float16":
+            why = "; float16 needs a loss scaler, which the job does not have"
+        raise _error(origin, key, f"expected {_describe(hint)}, found {shown}{why}")
     return result
 
 
@@ -227,7 +247,7 @@ def _from_text(text: str, hint: Any) -> Any:
         return str(text)
     value = _toml_or_text(text.lower() if hint is bool else text)
     takes_list = get_origin(hint) is tuple or any(get_origin(h) is tuple for h in get_args(hint))
-    if takes_list and isinstance(value, str) and "," in text:
+    if isinstance(value, str) and (get_origin(hint) is tuple or (takes_list and "," in text)):
         return [_toml_or_text(part.strip()) for part in text.split(",")]
     return value
 
@@ -239,7 +259,8 @@ def _match(value: Any, hint: Any) -> Any:
     """The value as that type, or _NO_MATCH: bool is no int, an int may stand for a float."""
     origin = get_origin(hint)
     if origin is Literal:
-        return value if value in get_args(hint) and isinstance(value, str) else _NO_MATCH
+        names = [value, full_name(value)] if isinstance(value, str) else []
+        return next((name for name in names if name in get_args(hint)), _NO_MATCH)
     if origin in (typing.Union, types.UnionType):
         matches = (_match(value, h) for h in get_args(hint))
         return next((m for m in matches if m is not _NO_MATCH), _NO_MATCH)

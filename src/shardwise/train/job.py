@@ -84,7 +84,8 @@ def build_job(
         background=config.checkpoint.background,
     )
     copies = find_copies(run_dir, ranks)
-    start, copies, notes = find_start(config, manager, copies, ranks, data, model, device)
+    start, copies, found = find_start(config, manager, copies, ranks, data, model, device)
+    notes = [*loaded.notes, *found]
     if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
