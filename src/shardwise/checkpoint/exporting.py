@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from shardwise.checkpoint.beside import BESIDE, contents, files_in
 from shardwise.checkpoint.files import sync_directory
 from shardwise.checkpoint.safetensors_dir import MAX_SHARD_BYTES, pieces, write_directory
 from shardwise.checkpoint.source import Source, read_whole
@@ -27,38 +30,87 @@ def export_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    strip_prefix: str | None = None,
 ) -> int:
-    """Writes the weights as a Hugging Face directory. Returns their number.
+    """Writes the weights as a Hugging Face directory, with the configuration and the tokenizer that
+    the source knows of. Returns their number.
 
     Args:
         dtype: what floating-point weights become; None leaves them.
+        strip_prefix: what names lose, where they have it; by default the prefix of a wrapper
+            around a model of `transformers`.
     """
-    names = weights_of(source)
-    sized = []
-    for name in names:
-        info = source.tensors[MODEL + name]
-        sized.append((name, _target(info.dtype, dtype), info.shape))
-    kinds = {name: kind for name, kind, _ in sized}
+    stored = _stripped(source, strip_prefix)
+    infos = {name: source.tensors[key] for name, key in stored.items()}
+    kinds = {name: _target(info.dtype, dtype) for name, info in infos.items()}
     write_directory(
         directory,
-        sized,
-        lambda name: pieces(source, MODEL + name, kinds[name]),
+        [(name, kinds[name], infos[name].shape) for name in sorted(stored)],
+        lambda name: pieces(source, stored[name], kinds[name]),
         max_shard_bytes,
+        files_of_source(source, kinds.values()),
     )
-    return len(names)
+    return len(stored)
 
 
-def export_torch(source: Source, path: Path, *, dtype: torch.dtype | None = None) -> int:
+def files_of_source(source: Source, dtypes: Iterable[Any]) -> dict[str, bytes]:
+    """The same for what is exported."""
+    kept = source.objects.get(BESIDE)
+    if isinstance(kept, dict) and all(isinstance(v, str) for v in kept.values()):
+        return contents(kept, dtypes)
+    here = source.path if source.path.is_dir() else source.path.parent
+    texts = files_in(here)
+    if "config.json" not in texts:
+        return {}
+    config = texts.pop("config.json").decode(errors="replace")
+    return texts | contents({"config.json": config}, dtypes)
+
+
+def prefix_of(source: Source) -> str:
+    """What the names of all weights begin with because a wrapper stood around the model."""
+    kept = source.objects.get(BESIDE)
+    prefix = kept.get("prefix") if isinstance(kept, dict) else None
+    names = [k for k in source.tensors if k.startswith(MODEL)]
+    if isinstance(prefix, str) and all(k.startswith(MODEL + prefix) for k in names):
+        return prefix
+    return ""
+
+
+def _stripped(source: Source, prefix: str | None) -> dict[str, str]:
+    """{name to write: key of the source}."""
+    prefix = prefix_of(source) if prefix is None else prefix
+    names = weights_of(source)
+    if prefix and not any(name.startswith(prefix) for name in names):
+        raise CheckpointError(
+            f"{source.path}: no name begins with {prefix!r}; the first is {names[0]}"
+        )
+    stored: dict[str, str] = {}
+    for name in names:
+        short = name.removeprefix(prefix)
+        if not short or short in stored:
+            raise CheckpointError(f"{source.path}: without {prefix!r} {name} has no own name")
+        stored[short] = MODEL + name
+    return stored
+
+
+def export_torch(
+    source: Source,
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    strip_prefix: str | None = None,
+) -> int:
     """Writes the weights as one `torch.save` file of a plain state dict; needs memory for all."""
     if path.exists():
         raise CheckpointError(f"{path}: exists; choose another name")
-    state = {}
-    for name in weights_of(source):
-        tensor = read_whole(source, MODEL + name)
+    stored, state = _stripped(source, strip_prefix or ""), {}
+    for name, key in stored.items():
+        tensor = read_whole(source, key)
         state[name] = tensor.to(_target(tensor.dtype, dtype))
-    for alias, name in source.ties.items():
+    own = {key: name for name, key in stored.items()}
+    for alias, key in source.ties.items():
         if alias.startswith(MODEL):
-            state[alias.removeprefix(MODEL)] = state[name.removeprefix(MODEL)]
+            state[alias.removeprefix(MODEL).removeprefix(strip_prefix or "")] = state[own[key]]
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         torch.save(state, temporary)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import store
+from shardwise.checkpoint.beside import contents, described_model, files_of_model, tokenizers_of
 from shardwise.checkpoint.files import CheckedWriter
 from shardwise.checkpoint.import_torch import TensorSource
 from shardwise.checkpoint.importing import open_source
@@ -30,7 +31,13 @@ from shardwise.checkpoint.safetensors_dir import (
 )
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.state import MODEL, State
-from shardwise.engine.materialize import materialize, module_initialiser
+from shardwise.checkpoint.transformers_names import under_names_of
+from shardwise.engine.materialize import (
+    check_initialisers,
+    give_memory,
+    initialise,
+    waiting_modules,
+)
 from shardwise.engine.state import units_in
 from shardwise.errors import CheckpointError
 
@@ -70,6 +77,9 @@ def _load(
     device: torch.device | str | None,
 ) -> Differences:
     source = open_source(path)
+    described = described_model(model)
+    if described is not None and not getattr(described[1].config, "_name_or_path", "x"):
+        described[1].config._name_or_path = str(source.path)  # where its tokenizer is
     try:
         return fill_model(source, model, strict=strict, cast=cast, device=device)
     finally:
@@ -101,6 +111,7 @@ def fill_model(
     device: torch.device | str | None,
 ) -> Differences:
     """`load_model`, with memory for what is on the meta device."""
+    source = under_names_of(source, model)
     found = differences(source, model, cast=cast)
     if found.reshaped or found.recast or (strict and found):
         raise CheckpointError(f"{source.path}: does not fit the model: {found}")
@@ -109,29 +120,21 @@ def fill_model(
 
 
 def _give_memory(model: nn.Module, missing: set[str], device: torch.device | str | None) -> None:
-    on_meta = {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
-    if not on_meta:
-        return
-    saved = model.state_dict(keep_vars=True).keys()
-    waiting = {n.rpartition(".")[0] for n in on_meta if n not in saved or n in missing}
-    names = {id(m): n for n, m in model.named_modules()}
-
-    def initialise(module: nn.Module) -> None:
-        if names[id(module)] in waiting:
-            call = module_initialiser(module)
-            if call is None:
-                raise CheckpointError(
-                    f"{names[id(module)] or type(model).__name__}: holds tensors that the source "
-                    "lacks, and has no reset_parameters to fill them"
-                )
-            call()
-
-    if units_in(model):
-        materialize(model, device=device, init=initialise)
-        return
-    model.to_empty(device=device or "cpu")
-    for module in model.modules():
-        initialise(module)
+    """Memory for what is on meta. Modules that hold what the source lacks fill it themselves:
+    buffers that no state dict has, and missing names; what is loaded afterwards stands."""
+    waiting = waiting_modules(model)
+    if waiting:
+        saved = model.state_dict(keep_vars=True).keys() - missing
+        lacking = {
+            name: held
+            for name, held in waiting.items()
+            if any(f"{name}.{key}".removeprefix(".") not in saved for key in held)
+        }
+        check_initialisers(model, lacking)
+        give_memory(model, device, lacking)
+        initialise(model, lacking)
+    if device is not None and not units_in(model):
+        model.to(device)
 
 
 # -- out -----------------------------------------------------------------------------------------
@@ -144,7 +147,9 @@ def save_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes the weights as a Hugging Face directory: safetensors files of at most
-    `max_shard_bytes`, tied tensors once. A collective; one tensor at a time is whole.
+    `max_shard_bytes`, tied tensors once. A collective; one tensor at a time is whole. The
+    configuration and tokenizer of a model of `transformers` go along, and what is written is that
+    model, without the wrapper that may be around it.
 
     Args:
         directory: must be empty or not there; appears when it is complete.
@@ -154,6 +159,10 @@ def save_pretrained(
     state = State()
     state.add_model(model)
     tensors = {key.removeprefix(MODEL): t for key, t in state.tensors.items()}
+    beside = files_of_model(model)
+    prefix = beside.get("prefix", "")
+    if all(name.startswith(prefix) for name in tensors):
+        tensors = {name.removeprefix(prefix): t for name, t in tensors.items()}
     if state.objects:
         raise CheckpointError(
             f"{next(iter(state.objects))}: extra state has no place in safetensors"
@@ -176,7 +185,9 @@ def save_pretrained(
         if failed:
             store.discard(saving)
             raise CheckpointError(f"{directory}: cannot be written: {failed[0]}")
-        finish_directory(saving, directory, files)
+        for tokenizer in tokenizers_of(model):
+            tokenizer.save_pretrained(saving)
+        finish_directory(saving, directory, files, contents(beside, kinds.values()))
 
     ranks.on_rank0(finish)
 

@@ -11,7 +11,7 @@ under its first name, as that library does it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,20 @@ Pieces = Callable[[str], Iterator[memoryview]]
 Sized = tuple[str, torch.dtype, tuple[int, ...]]
 
 
-def write_directory(directory: Path, tensors: list[Sized], content: Pieces, limit: int) -> None:
+def write_directory(
+    directory: Path,
+    tensors: list[Sized],
+    content: Pieces,
+    limit: int,
+    beside: Mapping[str, bytes],
+) -> None:
     """Writes tensors as such a directory: complete, or not there."""
     files = split(tensors, limit)
     saving = begin_directory(directory)
     try:
         for name, layout in files.items():
             write_file(saving / name, layout, content)
-        finish_directory(saving, directory, files)
+        finish_directory(saving, directory, files, beside)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error}") from None
     finally:
@@ -162,7 +168,11 @@ def write_file(path: Path, layout: FileLayout, content: Pieces) -> None:
         writer.abandon()
 
 
-def finish_directory(saving: Path, directory: Path, files: dict[str, FileLayout]) -> None:
+def finish_directory(
+    saving: Path, directory: Path, files: dict[str, FileLayout], beside: Mapping[str, bytes]
+) -> None:
+    for name, text in beside.items():
+        write_synced(saving / name, text)
     if len(files) > 1:
         weight_map = {s.name: file for file, lay in files.items() for s in lay.tensors}
         total = sum(s.size_bytes for lay in files.values() for s in lay.tensors)

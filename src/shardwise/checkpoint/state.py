@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.checkpoint.beside import BESIDE, files_of_model
 from shardwise.checkpoint.rng import capture_rng
 from shardwise.errors import CheckpointError
 
@@ -47,6 +48,8 @@ class State:
         state = cls()
         state.add_model(model)
         state.add_optimizers(model, optimizers)
+        if files := files_of_model(model):
+            state.objects[BESIDE] = files
         for kind, value in capture_rng().items():
             state.tensors[f"{RNG}{rank}.{kind}"] = value
         if scheduler is not None:

@@ -58,6 +58,7 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", type=full_name, choices=dtypes, help="of weights; or bf16, ...")
     parser.add_argument("--max-shard-size", type=_size, default=5 * 10**9, help="e.g. 5GB, 500MB")
+    parser.add_argument("--strip-prefix", help="what names of weights lose, e.g. 'model.'")
 
 
 def _size(text: str) -> int:
@@ -231,11 +232,11 @@ def _write(source: Source, to: str, options: argparse.Namespace) -> int:
         import_checkpoint(source, options.target)
         return len(source.tensors)
     dtype = getattr(torch, options.dtype) if options.dtype else None
+    how = {"dtype": dtype, "strip_prefix": options.strip_prefix}
     if to == "torch":
-        return export_torch(source, options.target, dtype=dtype)
-    return export_safetensors(
-        source, options.target, dtype=dtype, max_shard_bytes=options.max_shard_size
-    )
+        return export_torch(source, options.target, **how)
+    limit = options.max_shard_size
+    return export_safetensors(source, options.target, max_shard_bytes=limit, **how)
 
 
 def _print_json(value: dict[str, Any]) -> None:

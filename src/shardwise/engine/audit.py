@@ -138,10 +138,10 @@ def check_filled(root: nn.Module) -> None:
 
 def _is_untouched(tensor: torch.Tensor) -> bool:
     inner = list(inner_tensors(local_of(tensor) if isinstance(tensor, DTensor) else tensor))
-    return bool(inner) and all(_holds_marks(local) for local in inner)
+    return bool(inner) and all(holds_marks(local) for local in inner)
 
 
-def _holds_marks(local: torch.Tensor) -> bool:
+def holds_marks(local: torch.Tensor) -> bool:
     if not local.numel():
         return False
     if local.dtype.is_floating_point or local.dtype.is_complex:

@@ -1,0 +1,90 @@
+"""What makes weights a Hugging Face directory: configuration and tokenizer, beside them.
+
+A checkpoint of ours keeps the configuration's text, and the directory that the weights once came
+from, whose tokenizer goes along; a source that is a directory has its own files. A model of
+`transformers` may stand inside a wrapper (which computes a loss, say): what is written is that
+model, and its names lose the wrapper's prefix.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.module import FSDPModule
+
+BESIDE = "beside"  # the key of our objects: {"prefix": ..., "from": ..., file name: text}
+_NAMES = re.compile(
+    r"(config|generation_config|preprocessor_config|processor_config|special_tokens_map"
+    r"|added_tokens|tokenizer\w*|vocab|spiece|sentencepiece[\w.]*|merges|chat_template)"
+    r"\.(json|txt|model|jinja)"
+)
+_MAX_BYTES = 64 * 2**20
+
+
+def described_model(model: nn.Module) -> tuple[str, Any] | None:
+    """The outermost module with a configuration of `transformers`, and the prefix of its names."""
+    for name, module in model.named_modules():
+        if callable(getattr(getattr(module, "config", None), "to_json_string", None)):
+            return (f"{name}." if name else ""), module
+    return None
+
+
+def unsharded_class(model: nn.Module) -> type[Any]:
+    """The class that a module had before `fully_shard`."""
+    ours = FSDPModule.__mro__
+    return next(k for k in type(model).__mro__ if not issubclass(k, FSDPModule) and k not in ours)
+
+
+def files_of_model(model: nn.Module) -> dict[str, str]:
+    """What a checkpoint keeps under `BESIDE`; nothing for a model without a configuration."""
+    if (found := described_model(model)) is None:
+        return {}
+    prefix, module = found
+    config = json.loads(module.config.to_json_string())
+    config["architectures"] = [unsharded_class(module).__name__]
+    files = {"prefix": prefix, "config.json": json.dumps(config, indent=2, sort_keys=True)}
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = generation.to_json_string()
+    if origin := getattr(module.config, "_name_or_path", ""):
+        files["from"] = str(Path(origin).absolute())
+    return files
+
+
+def contents(files: Mapping[str, str], dtypes: Iterable[Any] = ()) -> dict[str, bytes]:
+    """The files to write, of what a checkpoint keeps; `dtypes` are those of the weights as
+    written."""
+    found = files_in(Path(files["from"])) if "from" in files else {}
+    found |= {n: t.encode() for n, t in files.items() if _NAMES.fullmatch(n)}
+    floating = [d for d in dtypes if d.is_floating_point]
+    if "config.json" in found and floating:
+        config = json.loads(found["config.json"])
+        config["dtype"] = str(floating[0]).removeprefix("torch.")
+        config.pop("torch_dtype", None)
+        found["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode()
+    return found
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    """The configuration, tokenizer and so on in a directory of weights; none without a
+    config.json."""
+    if not (directory / "config.json").is_file():
+        return {}
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if _NAMES.fullmatch(path.name) and path.is_file() and path.stat().st_size <= _MAX_BYTES
+    }
+
+
+def tokenizers_of(model: nn.Module) -> list[Any]:
+    """Tokenizers and processors that stand at the model or its wrapper."""
+    around = [model, found[1]] if (found := described_model(model)) is not None else [model]
+    held = [getattr(m, key, None) for m in around for key in ("tokenizer", "processor")]
+    return [t for t in held if callable(getattr(t, "save_pretrained", None))]
