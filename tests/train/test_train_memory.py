@@ -20,6 +20,8 @@ from ranks import on_ranks, run_ranks, spawn_ranks
 from shardwise.checkpoint import store, writing
 from shardwise.checkpoint.files import CheckedWriter
 from shardwise.checkpoint.manager import CheckpointManager
+from shardwise.checkpoint.memory import MemoryCopies
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import CheckpointSource, read_whole
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
 from shardwise.train.memory import VARIABLE
@@ -232,8 +234,8 @@ def test_what_is_older_than_the_disk_is_not_taken(rank: int, world: int, tmp_pat
 
 @on_ranks(2)
 def test_another_run_never_takes_it(rank: int, world: int, tmp_path: Path) -> None:
-    """A directory that was made anew starts at zero and frees what the old one left; a copy of a
-    run directory has no part in the memory of the original."""
+    """A directory that was made anew starts at zero; a copy of a run directory has no part in the
+    memory of the original, and neither removes what is not its own."""
     options = {"checkpoint__memory_every": 2}
     run, twin = tmp_path / "run", tmp_path / "twin"
     job(rank, world, run, die_in=4, **options)
@@ -244,16 +246,78 @@ def test_another_run_never_takes_it(rank: int, world: int, tmp_path: Path) -> No
     dist.barrier()
     assert "continuing" not in job(rank, world, twin, die_in=2, **options)
     assert old.exists()
+    assert len(copies(tmp_path)) == 2
+    dist.barrier()
+    if rank == 0:  # the same path, as another container may have it, with another directory there
+        shutil.copytree(run, tmp_path / "image")
+        shutil.rmtree(run)
+        (tmp_path / "image").rename(run)
+    dist.barrier()
+    assert "continuing" not in job(rank, world, run, die_in=2, **options)
+    assert old.exists()
+    assert len(copies(tmp_path)) == 3
     dist.barrier()
     if rank == 0:
         shutil.rmtree(run)
-        shutil.rmtree(twin)
     dist.barrier()
     assert "continuing" not in job(rank, world, run, die_in=2, **options)
-    [new] = copies(tmp_path)
-    assert new.name == "step_00000001"
-    assert not old.parent.exists()
-    assert len(list(tmp_path.glob("memory0/*"))) == 1
+    assert old.exists()
+
+
+@on_ranks(2)
+def test_only_folders_of_this_run_are_removed(rank: int, world: int, tmp_path: Path) -> None:
+    options = {"checkpoint__memory_every": 1, "checkpoint__every": 0}
+    run, memory = tmp_path / "run", tmp_path / "memory0"
+    job(rank, world, run, die_in=3, **options)
+    [mine] = [path.parent for path in copies(tmp_path)]
+    dist.barrier()
+    foreign = [memory / name for name in ("data", "0123456789abcdef", "a" * 16, "linked", "f" * 16)]
+    if rank == 0:
+        for folder in foreign[:3]:  # what others keep there, marked like ours or not
+            folder.mkdir()
+            (folder / "results").write_text("years of work")
+        (foreign[0] / "owner").write_text("bob")
+        (foreign[1] / "owner").write_text(f"{tmp_path}/gone")
+        (foreign[2] / "owner").write_text((mine / "owner").read_text().replace("run", "other"))
+        foreign[3].symlink_to(tmp_path / "home")
+        shutil.copytree(mine, tmp_path / "home")
+        shutil.copytree(mine, tmp_path / "elsewhere")
+        foreign[4].symlink_to(tmp_path / "elsewhere")
+        names = run / "memory_id"
+        names.write_text("\n".join([names.read_text(), "../data", "f" * 16, "a" * 16]))
+        (mine / "owner").rename(mine / "kept")  # not marked any more: nobody's
+    dist.barrier()
+    assert "continuing" not in job(rank, world, run, die_in=3, **options)
+    assert all(os.path.lexists(folder) for folder in [*foreign, mine])
+    assert (tmp_path / "home/owner").exists()
+    assert (tmp_path / "elsewhere/owner").exists()
+    assert all((folder / "results").read_text() for folder in foreign[:3])
+    dist.barrier()
+    if rank == 0:
+        (mine / "kept").rename(mine / "owner")
+        for path in copies(tmp_path):  # what the last start has: lost
+            if path.parent not in (mine, *foreign):
+                shutil.rmtree(path)
+    dist.barrier()
+    job(rank, world, run, die_in=3, **options)
+    assert not mine.exists()  # an earlier start of this run
+    assert all(os.path.lexists(folder) for folder in foreign)
+
+
+@on_ranks(1)
+def test_a_folder_that_is_a_link_is_not_followed(rank: int, tmp_path: Path) -> None:
+    folder, home = tmp_path / "shared" / ("0" * 16), tmp_path / "home"
+    home.mkdir()
+    folder.parent.mkdir()
+    (home / "owner").write_text("mark")
+    folder.symlink_to(home)
+    found = MemoryCopies(folder, Ranks(), owner="mark")
+    assert found.latest() == (None, [])
+    with pytest.raises(CheckpointError, match="holds copies of another run, or something else"):
+        found.claim()
+    found.clear()
+    assert (home / "owner").exists()
+    assert folder.is_symlink()
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from typing import Any
 from shardwise.bench.engines import EngineSpec
 from shardwise.bench.workload import SEED, Precision, Workload
 from shardwise.errors import ConfigError
+from shardwise.train.meeting import stay_on_loopback
 
 _PR_SET_PDEATHSIG = 1
 
@@ -72,7 +73,7 @@ def _serve(rank: int, job: Job, pipe: Connection) -> None:
     if job.cgroup:
         with open(os.path.join(job.cgroup, "cgroup.procs"), "w") as file:
             file.write(str(os.getpid()))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    stay_on_loopback()
     # Some engines read these although the process group is there.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.num_ranks)}
     os.environ["LOCAL_WORLD_SIZE"] = str(job.num_ranks)

@@ -14,8 +14,12 @@ moves only the files that a host needs and lacks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import re
+import shutil
+import stat
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from shardwise.checkpoint.writing import write_state
 from shardwise.errors import CheckpointError
 
 OWNER = "owner"  # a file beside the copies
+MARK = "copies in memory of shardwise"  # its first line
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +59,8 @@ class MemoryCopies:
     Args:
         folder: the run's own folder in memory, which need not exist; its parent must.
         ranks: all ranks of the job.
-        owner: whose copies these are, a path for people; a folder of another owner (a run directory
-            was copied) holds none.
+        owner: whose copies these are; a folder of another owner (a run directory was copied) holds
+            none, and is left alone.
     """
 
     def __init__(self, folder: Path, ranks: Ranks, owner: str) -> None:
@@ -68,11 +73,23 @@ class MemoryCopies:
         """Makes the folder on each host, and takes away what a killed save left."""
 
         def claim() -> None:
-            self.folder.mkdir(exist_ok=True)
-            replace_file(self.folder / OWNER, self._owner.encode())
+            self._make()
             store.clean(self.folder)
 
         self._hosts.on_leaders(claim)
+
+    def _make(self) -> None:
+        """The folder on this host: with its owner at once, or not at all."""
+        if not os.path.lexists(self.folder):
+            draft = self.folder.with_name(f".new_{self.folder.name}")
+            draft.mkdir(mode=0o700, exist_ok=True)
+            replace_file(draft / OWNER, self._owner.encode())
+            draft.rename(self.folder)
+        if not _belongs(self.folder, self._owner):
+            raise CheckpointError(
+                f"{self.folder}: holds copies of another run, or something else; name another "
+                "folder in SHARDWISE_MEMORY_DIR, or set checkpoint.memory_every = 0"
+            )
 
     # -- saving ----------------------------------------------------------------------------------
     def save(
@@ -106,7 +123,7 @@ class MemoryCopies:
 
     def clear(self) -> None:
         """Gives the memory back, on all hosts."""
-        self._hosts.on_leaders(lambda: store.discard(self.folder))
+        self._hosts.on_leaders(lambda: discard(self.folder, self._owner))
 
     # -- finding ---------------------------------------------------------------------------------
     def latest(self) -> tuple[Checkpoint | None, list[str]]:
@@ -131,7 +148,7 @@ class MemoryCopies:
     def _list(self) -> tuple[list[_Held], list[str]]:
         """What this host has: files of the right size, not read yet; and what cannot be listed."""
         found, messages = [], []
-        if text_of(self.folder / OWNER) != self._owner:
+        if not _belongs(self.folder, self._owner):
             return [], []
         for path in self.folder.glob("step_*"):
             try:
@@ -171,8 +188,9 @@ class MemoryCopies:
 
         def write() -> None:
             if not has_manifest[own]:
+                self._make()
                 store.discard(path)  # another copy of the same step, which is not whole
-                path.mkdir(parents=True)
+                path.mkdir()
                 replace_file(manifest, content[first])
 
         self._hosts.on_leaders(write)
@@ -204,6 +222,38 @@ class MemoryCopies:
         move_files(moves, self._ranks, checkpoint.path)
         for held, names in zip(self._files, wanted, strict=True):
             held |= names
+
+
+def discard(folder: Path, owner: str) -> None:
+    """Gives the memory of copies back if they are this owner's; whatever else stands there stays.
+    It goes aside first, its owner goes last: a kill at any moment leaves something that is known.
+    """
+    aside = folder.with_name(f".deleting_{folder.name}")
+    if _belongs(folder, owner) and not os.path.lexists(aside):
+        folder.rename(aside)
+    if not _belongs(aside, owner):
+        return
+    with contextlib.suppress(OSError):  # what cannot be deleted waits for the next start
+        for path in aside.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != OWNER:
+                path.unlink()
+        (aside / OWNER).unlink()
+        aside.rmdir()
+
+
+def _belongs(folder: Path, owner: str) -> bool:
+    """Is it a folder (no link to one) of this user, marked as that owner's?"""
+    mark = folder / OWNER
+    try:
+        found = [path.lstat() for path in (folder, mark)]
+        kinds = [stat.S_IFMT(entry.st_mode) for entry in found]
+        if kinds != [stat.S_IFDIR, stat.S_IFREG] or {e.st_uid for e in found} != {os.getuid()}:
+            return False
+        return mark.read_text() == owner
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _available_bytes() -> int:

@@ -34,6 +34,7 @@ from shardwise.doctor.plan import Plan, Variant
 from shardwise.train.data import Samples
 from shardwise.train.job import build_job
 from shardwise.train.loop import Job, Step, save, stepping
+from shardwise.train.meeting import stay_on_loopback
 from shardwise.train.order import Int64Array, SampleOrder
 from shardwise.train.run_dir import RunDir
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
@@ -63,7 +64,7 @@ def serve(rank: int, num_ranks: int, plan: Plan, pipe: Connection, meeting: str)
     os.environ[LAUNCHER_VARIABLE] = str(os.getppid())
     die_with_launcher()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    stay_on_loopback()
     torch.set_num_threads(1)
     try:
         with contextlib.ExitStack() as stack:

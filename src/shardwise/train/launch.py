@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from types import FrameType
 from shardwise.errors import ConfigError
 from shardwise.train.config import world_problems
 from shardwise.train.config_file import LoadedConfig
+from shardwise.train.meeting import listen, stay_on_loopback
 from shardwise.train.restarts import EXIT_USER, Failure, Restarts
 from shardwise.train.run_dir import RunDir, finished
 from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
@@ -51,7 +51,8 @@ def launch(
     if done := finished(loaded.config):
         print(done)
         return 0
-    _check_port(port)
+    listen(port).close()  # a taken port is found before torch is imported
+    stay_on_loopback()
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         stop_file = Path(folder, "stop")
         _forward_signals(stop_file)
@@ -106,15 +107,15 @@ def _run(command: list[str], nproc: int, port: int) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from shardwise.train.rendezvous import rendezvous_options
+
     # The ranks say themselves what went wrong; the agent's banner would bury it.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
-        run_id=f"shardwise-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{port}",
+        **rendezvous_options(port),
         max_restarts=0,  # the agent's restarts have the same number of ranks, mistakes included
         signals_to_handle="SIGQUIT",  # the others are ours: see the module's docstring
     )
@@ -146,20 +147,6 @@ def _forward_signals(stop_file: Path) -> None:
 def _check_world(loaded: LoadedConfig, nproc: int) -> None:
     for key, text in world_problems(loaded.config, nproc):
         raise loaded.error(key, text)
-
-
-def _check_port(port: int) -> None:
-    """A taken port is the user's mistake; torchrun would wait for whoever listens there."""
-    if port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConfigError(
-                f"--port: {port} cannot be used ({error.strerror}); choose another, or leave it out"
-            ) from None
 
 
 def _resolve_ranks(loaded: LoadedConfig, nproc: int | None) -> int:

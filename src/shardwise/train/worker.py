@@ -24,6 +24,7 @@ from shardwise.errors import ConfigError, ShardwiseError, TrainingError, Transpo
 from shardwise.train.config import Config
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.job import train
+from shardwise.train.meeting import stay_on_loopback
 from shardwise.train.restarts import EXIT_ERROR, EXIT_FINAL, EXIT_OTHER_RANK, EXIT_USER
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
 
@@ -132,19 +133,19 @@ def _join(device: torch.device) -> Ranks:
 
 
 def _meeting_place() -> dict[str, Any]:
-    """Where ranks that torchrun has started again meet; empty: where the environment says.
+    """The store of the job, where this start of it has keys of its own.
 
-    Its agent keeps one store over all restarts (torch 2.13), in which Gloo's addresses of the ranks
-    that have ended still stand. The count of restarts is the same on all ranks of one agent only:
-    on several hosts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    torchrun's agent keeps one store over all restarts (torch 2.13), in which Gloo's addresses of
+    the ranks that have ended still stand. The count of restarts is the same on all ranks of one
+    agent only: on several hosts, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     """
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    world = os.environ.get("WORLD_SIZE")
-    if count == "0" or os.environ.get("LOCAL_WORLD_SIZE") != world:
-        return {}
+    is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_host else "0"
+    if is_one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
+        stay_on_loopback()
     store, rank, world_size = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"restart_{count}", store)
-    return {"store": store, "rank": rank, "world_size": world_size}
+    name = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/restart_{count}"
+    return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}
 
 
 def _first_line(error: BaseException) -> str:
