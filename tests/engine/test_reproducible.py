@@ -218,6 +218,51 @@ def test_norms_are_right(rank: int, world: int) -> None:
             sw.clip_grad_norm_(model.parameters(), 1.0, 3.0)
 
 
+class Wide(nn.Module):
+    """Rows and columns long enough that their sums round differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(60, 3), nn.Linear(3, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def train_cut_anyhow(rank: int, world: int, strategy: str) -> list[str]:
+    """The dim of a cut depends on the number of ranks, as rules like "the largest even one" do."""
+    model = make(Wide)
+
+    def place(param: nn.Parameter) -> Shard:
+        return Shard(world % param.dim())
+
+    mesh = grid(2, world // 2) if strategy.startswith("hybrid") else line(world)
+    sw.fully_shard(model, mesh=mesh, strategy=strategy, shard_placement_fn=place)
+    lines = []
+    with sw.reproducible(model, num_micro_batches=5) as run:
+        for step in range(2):
+            for _ in run.micro_batches(step):
+                model(torch.randn(4, 60)).square().sum().backward()
+            for order in (1.0, 2.0, math.inf):
+                for param in (model.a.weight, model.b.weight, model.a.bias):
+                    norm = sw.clip_grad_norm_([param], math.inf, order)
+                    lines.append(f"{step} {order} {float(norm).hex()}")
+            lines.append(float(sw.clip_grad_norm_(model.parameters(), 0.5)).hex())
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.sub_(param.grad)
+            model.zero_grad()
+    return lines
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "hybrid_full_optimizer"])
+def test_norms_do_not_depend_on_the_dim_that_is_cut(strategy: str) -> None:
+    """Rows are those of dim 0, however a parameter is cut."""
+    expected = run_ranks(1, train_cut_anyhow, "full_shard")[0]
+    for world in (4,) if strategy.startswith("hybrid") else (2, 3, 4):
+        assert run_ranks(world, train_cut_anyhow, strategy) == [expected] * world
+
+
 @pytest.mark.parametrize("width", [0, 1, 2, 3, 7, 64, 1000])
 def test_rows_fold_alike_in_any_company(width: int) -> None:
     x = torch.randn(9, width, generator=torch.Generator().manual_seed(1))

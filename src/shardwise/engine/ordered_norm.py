@@ -1,7 +1,7 @@
 """The global gradient norm in one fixed order of additions, whatever rank holds which rows.
 
 A norm over shards is a sum of sums, and where the shards are cut decides what is added to what.
-Here every row (a slice along the cut dim) is squared and folded in halves by element-wise additions
+Here every row (a slice along dim 0) is squared and folded in halves by element-wise additions
 alone, whose bits no kernel, thread count or neighbour can change. The rows of all parameters meet
 in one vector in which every rank fills in its own, so that the all-reduce adds nothing but zeros;
 the vector is folded the same way, in float64.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.board import all_reduce
 from shardwise.comm.transport import Axis
@@ -29,23 +30,31 @@ _BLOCK_NUMEL = 1 << 18  # 1 MiB of squares: they stay in the cache until they ar
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A gradient as rows: slices along `dim`, of which this rank holds `local`, from `first` on."""
+    """A gradient as rows, slices along dim 0: `num` of them, this rank's from `first` on. One that
+    is cut along another dim is gathered while its rows are folded, so that the additions do not
+    depend on the dim that was chosen for a number of ranks.
+    """
 
-    local: torch.Tensor
-    dim: int
+    gradient: torch.Tensor
     num: int
     first: int
-    axes: tuple[Axis, ...]  # whose ranks hold the others
+    axes: tuple[Axis, ...]  # whose ranks hold the other rows
 
     @classmethod
     def of(cls, p: torch.Tensor, param: ShardedParam | None) -> Rows:
         """Of a parameter that has a gradient; `param` is None for plain ones."""
         assert p.grad is not None
-        if param is None:
-            local = p.grad.detach()
-            return cls(local, 0, local.shape[0] if local.ndim else 1, 0, ())
-        local, dim = p.grad.to_local(), param.layout.spec.shard_dim  # type: ignore[attr-defined]
-        return cls(local, dim, param.layout.rows, param.rows[0], param.mesh.holders)
+        num = p.shape[0] if p.ndim else 1
+        if param is None or param.layout.spec.shard_dim:
+            return cls(p.grad.detach(), num, 0, ())
+        return cls(p.grad.detach(), num, param.rows[0], param.mesh.holders)
+
+    def values(self, norm_type: float) -> torch.Tensor:
+        """One number for each row that is at hand."""
+        gradient = self.gradient
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local() if self.axes else gradient.full_tensor()
+        return _row_values(gradient, norm_type)
 
 
 def ordered_norm(rows: Sequence[Rows], norm_type: float) -> torch.Tensor:
@@ -59,8 +68,8 @@ def ordered_norm(rows: Sequence[Rows], norm_type: float) -> torch.Tensor:
     vectors: dict[tuple[Axis, ...], torch.Tensor] = {}
     for r in rows:
         if r.axes not in vectors:
-            vectors[r.axes] = torch.zeros(total, dtype=torch.float64, device=r.local.device)
-        values = _row_values(r.local, r.dim, norm_type)
+            vectors[r.axes] = torch.zeros(total, dtype=torch.float64, device=r.gradient.device)
+        values = r.values(norm_type)
         start = at + r.first
         vectors[r.axes][start : start + values.numel()].copy_(values)
         at += r.num
@@ -94,12 +103,12 @@ def fold_rows(x: torch.Tensor) -> torch.Tensor:
     return x[:, 0]
 
 
-def _row_values(local: torch.Tensor, dim: int, norm_type: float) -> torch.Tensor:
+def _row_values(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
     """One number per row: its sum of squares, its sum of sizes, or its largest size."""
-    rows = local.movedim(dim, 0) if local.ndim else local.view(1)
+    rows = rows if rows.ndim else rows.view(1)
     num = rows.shape[0]
-    if local.numel() == 0:
-        return local.new_zeros(num, dtype=torch.float32)
+    if rows.numel() == 0:
+        return rows.new_zeros(num, dtype=torch.float32)
     rows = rows.reshape(num, -1)
     step = max(1, _BLOCK_NUMEL // rows.shape[1])
     return torch.cat([_block_values(b, norm_type) for b in rows.split(step)])
