@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.checkpoint.names import canonical, wrapped
 from shardwise.engine.module import FSDPModule
 
 BESIDE = "beside"  # the key of our objects: {"prefix": ..., "from": ..., file name: text}
@@ -30,7 +31,9 @@ _MAX_BYTES = 64 * 2**20
 def described_model(model: nn.Module) -> tuple[str, Any] | None:
     """The outermost module with a configuration of `transformers`, and the prefix of its names."""
     for name, module in model.named_modules():
-        if callable(getattr(getattr(module, "config", None), "to_json_string", None)):
+        is_described = callable(getattr(getattr(module, "config", None), "to_json_string", None))
+        if is_described and wrapped(module) is None:
+            name = canonical(model, name)
             return (f"{name}." if name else ""), module
     return None
 

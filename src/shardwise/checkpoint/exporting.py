@@ -10,6 +10,7 @@ import torch
 
 from shardwise.checkpoint.beside import BESIDE, contents, files_in
 from shardwise.checkpoint.files import sync_directory
+from shardwise.checkpoint.names import without_private
 from shardwise.checkpoint.safetensors_dir import MAX_SHARD_BYTES, pieces, write_directory
 from shardwise.checkpoint.source import Source, read_whole
 from shardwise.checkpoint.state import MODEL
@@ -86,7 +87,7 @@ def _stripped(source: Source, prefix: str | None) -> dict[str, str]:
         )
     stored: dict[str, str] = {}
     for name in names:
-        short = name.removeprefix(prefix)
+        short = without_private(name).removeprefix(prefix)
         if not short or short in stored:
             raise CheckpointError(f"{source.path}: without {prefix!r} {name} has no own name")
         stored[short] = MODEL + name

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from shardwise._torch_compat import local_of, spec_of
 from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.names import parameter_names, submodule, unwrapped
 from shardwise.checkpoint.placement import is_on_meta, local_part
 from shardwise.checkpoint.source import CheckpointSource, Source, resolved
 from shardwise.checkpoint.state import (
@@ -27,7 +28,6 @@ from shardwise.checkpoint.state import (
     Optimizers,
     State,
     as_list,
-    parameter_names,
 )
 from shardwise.engine.grad_utils import mark_dirty
 from shardwise.engine.shard_tensor import ShardTensor
@@ -67,6 +67,7 @@ def some(names: list[str], limit: int = 6) -> str:
 
 def differences(source: Source, model: nn.Module, *, cast: bool = True) -> Differences:
     """Compares names and shapes (and dtypes unless `cast`) of a model with a source."""
+    source = unwrapped(source, model)
     own = State()
     own.add_model(model)
     found = Differences()
@@ -107,6 +108,7 @@ def load_model(
 ) -> Differences:
     """Fills a model. With `strict=False` what is missing or unexpected is returned, not refused;
     shapes and, unless `cast`, dtypes must fit anyway."""
+    source = unwrapped(source, model)
     found = check_model(source, model, strict=strict, cast=cast)
     own = State()
     own.add_model(model)
@@ -139,7 +141,7 @@ def _set_extra_state(source: Source, model: nn.Module, own: State) -> None:
     for key in own.objects:
         if key in source.objects:
             name = key.removeprefix(MODEL).removesuffix(_EXTRA_STATE).removesuffix(".")
-            model.get_submodule(name).set_extra_state(source.objects[key])
+            submodule(model, name).set_extra_state(source.objects[key])
 
 
 @torch.no_grad()
@@ -184,6 +186,7 @@ def load_optimizers(
     """Gives optimizers the state that the source has, and no other: a parameter without state in
     it has none afterwards. With `options`, groups take their learning rate and so on from the
     groups that held the same parameters."""
+    source = unwrapped(source, model)
     names, many = parameter_names(model), as_list(optimizers)
     owned = {names[id(p)]: (o, g, p) for o, g, p in _owned(many) if id(p) in names}
     slots = _saved_slots(source, set(owned))

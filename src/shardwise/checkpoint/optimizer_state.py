@@ -13,6 +13,8 @@ import torch
 import torch.nn as nn
 from torch.distributed.checkpoint import state_dict as dsd
 
+from shardwise.checkpoint.names import parameter_names
+
 
 def get_optimizer_state_dict(
     model: nn.Module,
@@ -31,7 +33,7 @@ def get_optimizer_state_dict(
         out = dict(
             dsd.get_optimizer_state_dict(model, used, submodules=submodules, options=options)
         )
-    names = {id(p): n for n, p in model.named_parameters()}
+    names = parameter_names(model)
     for optimizer in many:
         if optimizer.state:
             continue

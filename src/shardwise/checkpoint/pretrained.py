@@ -21,6 +21,7 @@ from shardwise.checkpoint.files import CheckedWriter
 from shardwise.checkpoint.import_torch import TensorSource
 from shardwise.checkpoint.importing import open_source
 from shardwise.checkpoint.loading import Differences, differences, load_model
+from shardwise.checkpoint.names import canonical, tensor_names
 from shardwise.checkpoint.placement import storage_bytes
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.safetensors_dir import (
@@ -124,11 +125,11 @@ def _give_memory(model: nn.Module, missing: set[str], device: torch.device | str
     buffers that no state dict has, and missing names; what is loaded afterwards stands."""
     waiting = waiting_modules(model)
     if waiting:
-        saved = model.state_dict(keep_vars=True).keys() - missing
+        saved = {*tensor_names(model).values()} - missing
         lacking = {
             name: held
             for name, held in waiting.items()
-            if any(f"{name}.{key}".removeprefix(".") not in saved for key in held)
+            if any(canonical(model, f"{name}.{key}".removeprefix(".")) not in saved for key in held)
         }
         check_initialisers(model, lacking)
         give_memory(model, device, lacking)

@@ -1,6 +1,6 @@
 """The state of models, optimizers and the process, as one flat set of named tensors and values.
 
-    model.<name>                 parameters and persistent buffers, as state_dict() names them
+    model.<name>                 parameters and persistent buffers, by their canonical names
     optim.<parameter>.<slot>     what an optimizer keeps for a parameter, by the parameter's name
     rng.<rank>.<kind>            random state
     objects: optim.groups        parameter groups: names of their parameters, options
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.beside import BESIDE, files_of_model
+from shardwise.checkpoint.names import GROUPS, MODEL, OPTIM, parameter_names, tensor_names
 from shardwise.checkpoint.rng import capture_rng
 from shardwise.errors import CheckpointError
 
-MODEL, OPTIM, RNG = "model.", "optim.", "rng."
-GROUPS, SCHEDULER, EXTRA = "optim.groups", "scheduler", "extra"
+RNG, SCHEDULER, EXTRA = "rng.", "scheduler", "extra"
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
@@ -59,9 +59,10 @@ class State:
 
     def add_model(self, model: nn.Module) -> None:
         seen: dict[int, str] = {}
+        names = tensor_names(model)
         # keep_vars: the tensors themselves, so that one under two names is seen to be one.
         for name, value in model.state_dict(keep_vars=True).items():
-            key = MODEL + name
+            key = MODEL + names[name]
             if not isinstance(value, Tensor):  # get_extra_state()
                 self.objects[key] = value
             elif id(value) in seen:
@@ -101,10 +102,6 @@ def as_list(optimizers: Optimizers) -> list[Optimizer]:
     if optimizers is None:
         return []
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    return {id(p): name for name, p in model.named_parameters()}
 
 
 def _named(parameter: Tensor, names: dict[int, str], optimizer: Optimizer, position: int) -> str:

@@ -22,16 +22,18 @@ from torch import Tensor, nn
 from shardwise.checkpoint.beside import described_model, unsharded_class
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.index import TensorInfo
+from shardwise.checkpoint.names import tensor_names, unwrapped
 from shardwise.checkpoint.source import Source, read_whole
 from shardwise.checkpoint.state import MODEL
 
 
 def under_names_of(source: Source, model: nn.Module) -> Source:
     """The source as the model names things; itself where that is how it names them already."""
+    source = unwrapped(source, model)
     names = [k.removeprefix(MODEL) for k in source.tensors if k.startswith(MODEL)]
     found = described_model(model)
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    if found is None or base is None or set(names) <= model.state_dict().keys():
+    if found is None or base is None or {*names} <= {*tensor_names(model).values()}:
         return source
     prefix, inner = found
     kind = unsharded_class(inner)
