@@ -95,6 +95,7 @@ def test_what_a_model_may_return(wrap):
     x = torch.ones(2)
     assert as_batch(x).loss_of(Model()).item() == 2
     assert as_batch(((x,), {"scale": 3.0})).loss_of(Model()).item() == 6
+    assert as_batch({"x": x, "scale": 3.0}).for_model(Model()).loss_of(Model()).item() == 6
     pair = (x, x)  # a tuple that is not (args, kwargs) is the only argument
     assert as_batch(pair).args == (pair,)
 

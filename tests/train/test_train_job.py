@@ -349,8 +349,9 @@ def test_a_user_model_and_its_errors(rank, tmp_path):
     with refused() as caught:
         run_job(tmp_path / "run3", config_file=config, model__kind="my_models:no_module")
     assert "must return an nn.Module, got int" in str(caught.value)
-    with pytest.raises(ValueError, match="forward must return its loss"):
+    with refused() as caught:
         run_job(tmp_path / "run4", config_file=config, model__kind="my_models:no_loss")
+    assert "Linear must return its loss (one number)" in str(caught.value)
 
 
 @on_ranks(2)

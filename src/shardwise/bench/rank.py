@@ -90,7 +90,7 @@ def _serve(rank: int, job: Job, pipe: Connection) -> None:
         "gloo", init_method=f"file://{job.rendezvous}", rank=rank, world_size=job.num_ranks
     )
     model = job.workload.build()
-    batches = job.workload.batches(rank, job.num_ranks)
+    batches = [b.for_model(model) for b in job.workload.batches(rank, job.num_ranks)]
     micro = job.num_micro_batches
     num_items = sum(job.workload.num_items(batches[i % len(batches)]) for i in range(micro))
     facts = Facts(sum(p.numel() for p in model.parameters()), num_items)

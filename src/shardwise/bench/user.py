@@ -6,7 +6,7 @@
                               of the whole job, the same whenever it is called
         (args, kwargs, loss)  loss(model(*args, **kwargs)) is the loss, a mean over the micro-batch
         (args, kwargs)        the model's output is the loss, or has it as ["loss"] or .loss
-        anything else         the only argument: model(batch)
+        anything else         what the training job gives the model for it (`train/calling.py`)
 
 The functions run on every rank under the same seed. A function of the model that takes an argument
 gets the options of [model], so the one that `shardwise train` uses serves here too.
@@ -114,7 +114,7 @@ class ConfigWorkload:
         samples, size = open_data(config, self._folder).train, config.train.micro_batch
         starts = [(i * num_ranks + rank) * size for i in range(NUM_BATCHES)]
         indices = [np.arange(start, start + size) % len(samples) for start in starts]
-        return [Batch((samples.batch(part),)) for part in indices]
+        return [Batch((samples.batch(part),), is_plain=True) for part in indices]
 
     def num_items(self, batch: Batch) -> int:
         config = self.config
@@ -135,7 +135,7 @@ def as_batch(value: Any) -> Batch:
             kind = type(loss).__name__
             raise ConfigError(f"--batch: the third part must be a function, found {kind}")
         return Batch(value[0], value[1], loss)
-    return Batch((value,))
+    return Batch((value,), is_plain=True)
 
 
 def checked_loss(loss: Any) -> Any:

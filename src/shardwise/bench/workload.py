@@ -29,6 +29,15 @@ class Batch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Any] | None = None
+    is_plain: bool = False  # the only argument is a batch as a training job reads it
+
+    def for_model(self, model: nn.Module) -> Batch:
+        """A plain one as `model`, which no engine has wrapped yet, takes it."""
+        if not self.is_plain:
+            return self
+        from shardwise.train.calling import arguments_of
+
+        return Batch(*arguments_of(model, self.args[0]))
 
     def loss_of(self, model: nn.Module) -> Any:
         """The loss, a scalar: of `loss`, or what the model itself calls so."""
@@ -36,7 +45,7 @@ class Batch:
         if self.loss is not None:
             return self.loss(output)
         if isinstance(output, dict):
-            return output["loss"]
+            return output.get("loss")
         return getattr(output, "loss", output)
 
     def cast(self, dtype: Any) -> Batch:

@@ -23,9 +23,9 @@ from shardwise.doctor.difference import Numbers, compare
 from shardwise.doctor.plan import Plan, Row, Variant
 from shardwise.engine.reproducible import set_streams, stream_seed
 from shardwise.train import numerics
+from shardwise.train.calling import outputs_of
 from shardwise.train.config import Config
 from shardwise.train.data import Data, open_data
-from shardwise.train.loop import outputs_of
 from shardwise.train.model import build_model
 from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.order import SampleOrder
@@ -104,7 +104,7 @@ class _Plain:
         for index, batch in enumerate(self._batches(step)):
             set_streams(stream_seed(self.config.run.seed, step, index))
             model.zero_grad()
-            loss = outputs_of(model(batch))["loss"]
+            loss = outputs_of(model, batch)["loss"]
             loss.backward()
             losses.append(loss.item())
             parts.append(_take_grads(model))
@@ -132,7 +132,7 @@ class _Plain:
         for seed in (1, 2):
             set_streams(seed)
             model.zero_grad()
-            loss = outputs_of(model(whole))["loss"]
+            loss = outputs_of(model, whole)["loss"]
             loss.backward()
             losses.append(loss.item())
         if losses[0] != losses[1]:
@@ -149,7 +149,7 @@ class _Plain:
         """Gradients must reach parameters of the model only: nothing else is trained or sharded."""
         row = Row(_RUNG, "all that learns is a parameter")
         model = self._model().train()
-        loss = outputs_of(model(next(self._batches(1))))["loss"]
+        loss = outputs_of(model, next(self._batches(1)))["loss"]
         known = {id(p) for p in model.parameters()}
         strangers = [leaf for leaf in _leaves(loss) if id(leaf) not in known]
         if strangers:

@@ -28,9 +28,10 @@ from shardwise.checkpoint.memory import MemoryCopies
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.board import all_reduce
 from shardwise.engine.reproducible import ReproducibleRun
-from shardwise.errors import NonFiniteError, TrainingError
+from shardwise.errors import ConfigError, NonFiniteError, TrainingError
 from shardwise.layout import strategy_named
 from shardwise.train import numerics
+from shardwise.train.calling import outputs_of
 from shardwise.train.config import Config, resolved_strategy
 from shardwise.train.config_file import config_as_dict
 from shardwise.train.console import Console
@@ -175,7 +176,7 @@ def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
         batch = _to_device(job.data.train.batch(indices), job.device)
         wait = reduce_once and i < len(batches) - 1
         with no_sync(job.model) if wait else contextlib.nullcontext():
-            outputs = outputs_of(job.model(batch))
+            outputs = _outputs(job, batch)
             (outputs["loss"] / len(batches)).backward()
         for name, value in outputs.items():
             sums[name] = sums.get(name, 0) + value.detach().double()
@@ -187,7 +188,7 @@ def _in_tree_order(job: Job, order: SampleOrder, run: ReproducibleRun) -> dict[s
     size = job.config.train.micro_batch
     for micro in run.micro_batches(job.step):
         indices = order.indices(job.position + micro.index * size, size)
-        outputs = outputs_of(job.model(_to_device(job.data.train.batch(indices), job.device)))
+        outputs = _outputs(job, _to_device(job.data.train.batch(indices), job.device))
         outputs["loss"].backward()
         micro.log(**outputs)
     return run.means()
@@ -217,7 +218,7 @@ def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
         indices = batches[at] if at < len(batches) else batches[0]
         weight = len(indices) if at < len(batches) else 0
         numerics.begin_evaluation_batch(job.config, job.step, at)
-        outputs = outputs_of(job.model(_to_device(held_out.batch(indices), job.device)))
+        outputs = _outputs(job, _to_device(held_out.batch(indices), job.device))
         rows.append({name: float(value) * weight for name, value in outputs.items()})
     names = sorted(rows[0])
     table = job.ranks.gather_floats([row[name] for name in names for row in rows])
@@ -251,16 +252,12 @@ def _extra(job: Job) -> dict[str, Any]:
     }
 
 
-def outputs_of(result: Any) -> dict[str, Tensor]:
-    """What a model returned as named scalars, the loss among them."""
-    outputs = result if isinstance(result, dict) else {"loss": result}
-    loss = outputs.get("loss")
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ValueError(
-            "the model's forward must return its loss (one number), or a dict with 'loss'; "
-            f"got {type(result).__name__}"
-        )
-    return {k: v if isinstance(v, Tensor) else torch.tensor(v) for k, v in outputs.items()}
+def _outputs(job: Job, batch: Any) -> dict[str, Tensor]:
+    """One forward. What a model takes or returns is mostly wrong on all ranks alike, at once."""
+    try:
+        return outputs_of(job.model, batch)
+    except ConfigError as error:
+        raise job.ranks.agreed(error, 0 if job.position == 0 else job.ranks.rank) from None
 
 
 def _to_device(batch: Any, device: torch.device) -> Any:

@@ -2,8 +2,7 @@
 
     model.kind = "decoder"            the built-in decoder
     model.kind = "module:function"    function(options) -> nn.Module; options: a dict of the other
-                                      keys of [model]. `forward(batch)` returns the loss (a mean
-                                      over the batch), or a dict with "loss" and more to log
+                                      keys of [model]. How it is called: `calling.py`
 
 A factory may build on the meta device; then each module with tensors needs `reset_parameters`, and
 the engine fills it unit by unit. Weights made on a real device are taken as they are: the factory
