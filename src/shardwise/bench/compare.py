@@ -1,6 +1,6 @@
 """All engines on one workload: timed rounds in turns, then what they communicate, then memory.
 
-An engine that fails becomes a row that says so; the others go on. When the time limit comes near,
+The floor's turn is the first. An engine that fails becomes a row that says so; the others go on. When the time limit comes near,
 no further round is begun, and all rows have the same number of rounds.
 """
 
@@ -93,6 +93,10 @@ class _Study:
     def _alive(self) -> list[Row]:
         return [row for row in self.rows if not row.problem]
 
+    def _turns(self) -> list[Row]:
+        """The floor first: where time runs out in a round, the others can be compared with it."""
+        return sorted(self._alive(), key=lambda row: row.engine.trains)
+
     def _rounds(self) -> None:
         longest_s = 0.0
         for number in range(self.plan.num_rounds):
@@ -101,7 +105,7 @@ class _Study:
                 self.console.print(f"time limit: the last {left_out} round(s) are left out")
                 break
             started_s = time.monotonic()
-            for row in self._alive():
+            for row in self._turns():
                 self._guarded(row, lambda row=row, number=number: self._round(row, number))
             longest_s = max(longest_s, time.monotonic() - started_s)
             self._report(number)
@@ -182,7 +186,8 @@ class _Study:
                 raise TimeIsUp("the time limit was reached before its turn")
             measure()
         except EngineFailed as error:
-            self.groups.pop(row.engine, None)
+            if group := self.groups.pop(row.engine, None):
+                group.kill()  # it may be well, and wait for a command
             row.error = str(error)
             if isinstance(error, TimeIsUp):
                 row.problem = "" if row.rounds else "no time"
@@ -194,6 +199,8 @@ class _Study:
 
     def _report(self, number: int) -> None:
         parts = [f"{r.engine.name} {min(r.rounds[-1]) * 1e3:.0f}" for r in self._alive()]
+        if not parts:
+            return
         self.console.print(
             f"round {number + 1}, fastest step in ms: {', '.join(parts)}", style="dim", markup=False
         )

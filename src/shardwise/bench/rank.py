@@ -10,6 +10,7 @@ user's mistake as ("mistake", line). It ends with the process that started it, h
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -63,10 +64,22 @@ def run_rank(rank: int, job: Job, parent: int, pipe: Connection) -> None:
     try:
         _serve(rank, job, pipe)
     except ConfigError as error:
-        pipe.send(("mistake", str(error)))
+        _tell(pipe, ("mistake", str(error)))
     except Exception as error:  # noqa: BLE001 - it becomes a row of the table
         first = next(iter(str(error).splitlines()), "")
-        pipe.send(("error", f"{type(error).__name__}: {first}", traceback.format_exc()))
+        _tell(pipe, ("error", f"{type(error).__name__}: {first}", traceback.format_exc()))
+
+
+def _tell(pipe: Connection, answer: tuple[str, ...]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+        pipe.send(answer)
+
+
+def _next_command(pipe: Connection) -> tuple[Any, ...] | None:
+    try:
+        return pipe.recv()
+    except EOFError:  # as above: a time limit, or an interruption
+        sys.exit()
 
 
 def _serve(rank: int, job: Job, pipe: Connection) -> None:
@@ -106,7 +119,7 @@ def _serve(rank: int, job: Job, pipe: Connection) -> None:
         num_done += 1
         return trainer.step([batches[(first + i) % len(batches)] for i in range(micro)])
 
-    while (command := pipe.recv()) is not None:
+    while (command := _next_command(pipe)) is not None:
         dist.barrier()
         if command[0] == "traffic":
             pipe.send(("traffic", trainer.traffic(step).as_json()))
