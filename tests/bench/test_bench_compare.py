@@ -118,6 +118,39 @@ def test_a_turn_after_the_limit_is_not_begun(groups, monkeypatch):
     assert result.rows[0].error == "the time limit was reached before its turn"
 
 
+def test_the_floor_is_measured_first_and_all_groups_end(groups):
+    groups.behaviour = {"fsdp2": {"start_error": TimeIsUp("late")}}
+    result = run(plan_of("shardwise,fsdp2,floor", with_memory=False))
+    assert groups.started[0] == "floor"
+    assert [result.state(row) for row in result.rows] == ["ok", "no time", "ok"]
+
+    class Running(Deadline):
+        """Time for the first turn only."""
+
+        @property
+        def left_s(self):
+            return 0.0 if groups.started else 1.0
+
+    groups.started.clear()
+    result = compare.compare(
+        plan_of("shardwise,ddp,floor"), Console(file=io.StringIO()), Running(0.0)
+    )
+    assert [result.state(row) for row in result.rows] == ["no time", "no time", "ok"]
+    assert not groups.alive
+
+
+@pytest.mark.parametrize("width", [80, 120, 180])
+def test_a_table_is_never_cut(groups, width):
+    result = run(plan_of("shardwise:shard_grad_op:c10d,fsdp2,floor"))
+    out = io.StringIO()
+    show(Console(file=out, width=width), result)
+    text = out.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    for word in ("shardwise:shard_grad_op:c10d", "middle half", "moved MiB", "/ FSDP2", "2.0000"):
+        assert word in text
+    assert "…" not in text
+
+
 def test_memory_alone_takes_no_times_but_a_loss(groups):
     groups.behaviour = {"ddp": {"loss": 2.1}}
     result = run(replace(plan_of("shardwise,fsdp2,ddp"), num_rounds=0))

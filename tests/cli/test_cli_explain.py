@@ -4,15 +4,47 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from shardwise.cli import main
+from shardwise.cli.explain import _span
 
 
 def test_table(capsys) -> None:
     sizes = ["--model.dim", "512", "--model.layers", "2", "--train.micro_batch", "8"]
     assert main(["explain", *sizes, "--nproc", "4"]) == 0
     shown = capsys.readouterr().out
-    for text in ("blocks.0", "blocks.1", "(root)", "4 rank(s)", "unit auto", "A rank keeps"):
+    for text in ("blocks.0-1 x 2", "(root)", "4 rank(s)", "unit auto", "A rank keeps"):
         assert text in shown
+
+
+@pytest.mark.parametrize("width", ["80", "120", ""])
+def test_equal_blocks_are_one_row_and_no_cell_is_cut(width, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    unit = ["--shard.unit", "Block,Attention", "--model.layers", "32"]
+    override = ["--shard.overrides", "blocks.7=zero2"]
+    assert main(["explain", *unit, *override]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= int(width or 160) for line in lines)
+    assert "…" not in "".join(lines)
+    rows = [line.strip("│┃ ").split("  ")[0].split(" │")[0].split(" ┃")[0] for line in lines]
+    wanted = [
+        "unit",
+        "blocks.0-6 x 7",
+        "blocks.0-31.attention x 32",
+        "blocks.7",
+        "blocks.8-31 x 24",
+    ]
+    found = [row for row in rows if row in [*wanted, "(root)"]]
+    assert found == [*wanted, "(root)"] * (2 if width == "80" else 1)
+
+
+def test_blocks_that_share_a_unit_and_names_that_do_not_follow(capsys) -> None:
+    assert main(["explain"]) == 0
+    shown = capsys.readouterr().out
+    assert "blocks.0-3 x 2" in shown  # two blocks in each unit
+    assert _span(["a.0", "a.2"]) is None and _span(["a.0", "b.1"]) is None
+    assert _span(["m.0.n.1", "m.0.n.2"]) == "m.0.n.1-2" and _span(["m.0.n"]) is None
 
 
 def test_json(capsys) -> None:

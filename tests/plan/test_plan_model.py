@@ -63,7 +63,7 @@ def test_plan_is_what_the_engine_does(
             p.data.mul_(1.0)  # a step
             p.grad = None
     found = {unit.name: unit for unit in units}
-    assert [u.name for u in plan.units] == [f"blocks.{i}" for i in (2, 1, 0)] + ["(root)"]
+    assert [u.name for u in plan.units] == [f"blocks.{i}" for i in range(3)] + ["(root)"]
     for planned in plan.units:
         unit = found[planned.name]
         assert planned.strategy == unit.strategy

@@ -168,7 +168,8 @@ def run_plans(
     from shardwise.bench import machine
     from shardwise.bench.compare import compare
     from shardwise.bench.group import Deadline
-    from shardwise.bench.table import LEGEND, console_of, show
+    from shardwise.bench.table import LEGEND, show
+    from shardwise.train.columns import console_of
 
     signal.signal(signal.SIGTERM, _interrupt)
     errors, out = console_of(sys.stderr), console_of(sys.stdout)

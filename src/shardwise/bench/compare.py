@@ -1,7 +1,8 @@
 """All engines on one workload: timed rounds in turns, then what they communicate, then memory.
 
-The floor's turn is the first. An engine that fails becomes a row that says so; the others go on. When the time limit comes near,
-no further round is begun, and all rows have the same number of rounds.
+The floor's turn is the first. An engine that fails becomes a row that says so; the others go on.
+When the time limit comes near, no further round is begun, and all rows have the same number of
+rounds.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from shardwise.bench.rows import Comparison, Row
+from shardwise.train.columns import Column, print_columns
 
 _COLUMNS = (
     "step ms", "middle half", "per s", "/ floor", "excess", "exposed", "waiting", "moved MiB",
@@ -21,18 +20,15 @@ LEGEND = (
 )
 
 
-def table_of(comparison: Comparison) -> Table:
-    table = Table(title=comparison.title, title_justify="left", pad_edge=False)
-    table.add_column("engine", overflow="fold", max_width=34)
-    for name in _COLUMNS:
-        name = f"{comparison.items}/s" if name == "per s" else name
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in comparison.rows:
-        if not row.problem:
-            table.add_row(row.engine.name, *_cells(comparison, row))
-        else:
-            table.add_row(row.engine.name, *[""] * (len(_COLUMNS) - 1), row.problem)
-    return table
+def columns_of(comparison: Comparison) -> list[Column]:
+    names = [f"{comparison.items}/s" if name == "per s" else name for name in _COLUMNS]
+    empty = [""] * (len(names) - 1)
+    rows = [
+        [*empty, row.problem] if row.problem else _cells(comparison, row) for row in comparison.rows
+    ]
+    engines = Column("engine", [row.engine.name for row in comparison.rows], is_number=False)
+    columns = zip(names, zip(*rows, strict=True), strict=True)
+    return [engines, *(Column(name, list(cells)) for name, cells in columns)]
 
 
 def notes_of(comparison: Comparison) -> list[str]:
@@ -41,14 +37,9 @@ def notes_of(comparison: Comparison) -> list[str]:
 
 
 def show(console: Console, comparison: Comparison) -> None:
-    console.print(table_of(comparison))
+    print_columns(console, comparison.title, columns_of(comparison))
     for note in notes_of(comparison):
         console.print(f"  {note}", markup=False, highlight=False)
-
-
-def console_of(stream: Any) -> Console:
-    """As wide as the terminal, or wide enough for the table in a file."""
-    return Console(file=stream, width=None if stream.isatty() else 160)
 
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:

@@ -24,7 +24,7 @@ from shardwise.train.config_file import LoadedConfig, load_config
 from shardwise.units import text_of_bytes
 
 if TYPE_CHECKING:
-    from shardwise.plan.model import PlannedModel
+    from shardwise.plan.model import PlannedModel, PlannedUnit
 
 _HELP = """usage: shardwise explain [CONFIG.toml] [--section.key value ...] [--nproc N] [--json]
 
@@ -137,35 +137,69 @@ def _as_json(plan: PlannedModel, why: list[str], num_ranks: int) -> dict[str, An
 
 
 def _print(plan: PlannedModel, why: list[str], num_ranks: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from shardwise.train.columns import Column, console_of, print_columns
 
-    table = Table(title=f"{len(plan.units)} units on {num_ranks} rank(s)", title_justify="left")
-    table.add_column("unit")
-    table.add_column("strategy")
-    for name in ("parameters", "kept", "gathered", "collectives", "received"):
-        table.add_column(name, justify="right")
-    for unit in plan.units:
-        more = f" +{len(unit.modules) - 1}" if len(unit.modules) > 1 else ""
-        kind = unit.strategy.name + ("" if unit.transport == "auto" else f", {unit.transport}")
-        table.add_row(
-            unit.name + more,
-            kind,
-            f"{unit.numel:,}",
-            text_of_bytes(unit.kept_bytes),
-            text_of_bytes(unit.layout.full_bytes),
-            str(len(unit.collectives)),
-            text_of_bytes(unit.received_bytes),
-        )
+    rows = [(label, units[0]) for label, units in _runs(plan.units)]
+    kinds = [
+        u.strategy.name + ("" if u.transport == "auto" else f", {u.transport}") for _, u in rows
+    ]
+    columns = [Column("unit", [label for label, _ in rows], is_number=False)]
+    if len(set(kinds)) > 1:
+        columns.append(Column("strategy", kinds, is_number=False))
+    for name, cells in (
+        ("parameters", [f"{u.numel:,}" for _, u in rows]),
+        ("kept", [text_of_bytes(u.kept_bytes) for _, u in rows]),
+        ("gathered", [text_of_bytes(u.layout.full_bytes) for _, u in rows]),
+        ("collectives", [str(len(u.collectives)) for _, u in rows]),
+        ("received", [text_of_bytes(u.received_bytes) for _, u in rows]),
+    ):
+        columns.append(Column(name, cells))
+    console = console_of(sys.stdout)
+    each = ", numbers of each" if len(rows) < len(plan.units) else ""
+    print_columns(console, f"{len(plan.units)} units on {num_ranks} rank(s){each}", columns)
     refreshed = plan.refreshed_bytes
     once = f" and {text_of_bytes(refreshed)} per optimizer step" if refreshed else ""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
-    console.print(table)
     console.print(
         f"A rank keeps {text_of_bytes(plan.kept_bytes)} (parameters, gradients, AdamW's moments), "
         f"gathers at most {text_of_bytes(plan.gathered_bytes)} at a time, and receives "
-        f"{text_of_bytes(plan.received_bytes)} per micro-batch{once}. Activations come on top.",
-        soft_wrap=True,
+        f"{text_of_bytes(plan.received_bytes)} per micro-batch{once}. Activations come on top."
     )
     for line in why:
-        console.print(f"- {line}", soft_wrap=True)
+        console.print(f"- {line}", markup=False)
+
+
+def _runs(units: Sequence[PlannedUnit]) -> list[tuple[str, list[PlannedUnit]]]:
+    """Equal units that are numbered one after the other as one: `layers.0-31 x 32`."""
+    runs: list[list[PlannedUnit]] = []
+    for unit in units:
+        run = next((run for run in runs if _goes_on(run[-1], unit)), None)
+        if run is None:
+            runs.append(run := [])
+        run.append(unit)
+    return [(_label(run), run) for run in runs]
+
+
+def _goes_on(before: PlannedUnit, unit: PlannedUnit) -> bool:
+    costs = [
+        {k: v for k, v in _row(u).items() if k not in ("unit", "modules")} for u in (before, unit)
+    ]
+    return costs[0] == costs[1] and _span([*before.modules, *unit.modules]) is not None
+
+
+def _label(run: list[PlannedUnit]) -> str:
+    modules = [name for unit in run for name in unit.modules]
+    times = f" x {len(run)}" if len(run) > 1 else ""
+    more = f" +{len(modules) - 1}" if len(modules) > 1 else ""
+    return (_span(modules) or (run[0].name + more)) + times
+
+
+def _span(names: list[str]) -> str | None:
+    """`layers.0-3` of `layers.0`, ..., `layers.3`; None where they are not numbered like that."""
+    parts = [name.split(".") for name in names]
+    for at, number in enumerate(parts[0]):
+        rest = {(*p[:at], "", *p[at + 1 :]) for p in parts}
+        numbers = [int(p[at]) if p[at:] and p[at].isdecimal() else -1 for p in parts]
+        follow = list(range(numbers[0], numbers[0] + len(names)))
+        if len(rest) == 1 and number.isdecimal() and numbers == follow and len(names) > 1:
+            return ".".join([*parts[0][:at], f"{numbers[0]}-{numbers[-1]}", *parts[0][at + 1 :]])
+    return None

@@ -78,13 +78,12 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
 
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
-    from rich.console import Console
-
     from shardwise.doctor.ladder import climb
     from shardwise.doctor.table import LEGEND, as_json, table_of
+    from shardwise.train.columns import console_of
 
     signal.signal(signal.SIGTERM, _interrupt)
-    progress = Console(file=sys.stderr)
+    progress, out = console_of(sys.stderr), console_of(sys.stdout)
     num_timed = _count("--timed-steps", args.timed_steps, 1)
 
     def tell(text: str) -> None:
@@ -104,7 +103,6 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
     if args.json:
         print(json.dumps(result, indent=1))
     else:
-        out = Console(width=None if sys.stdout.isatty() else 160)
         out.print(table_of(rows, _title(plan)))
         out.print(LEGEND, style="dim")
         failed = sum(row.result == "FAIL" for row in rows)

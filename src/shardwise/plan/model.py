@@ -81,7 +81,7 @@ class PlannedUnit:
 
 @dataclass(frozen=True, slots=True)
 class PlannedModel:
-    """All units, innermost first, the root last."""
+    """All units in the order of the model, the root last."""
 
     units: tuple[PlannedUnit, ...]
     world: int
@@ -151,6 +151,8 @@ def plan_model(
         units.append(
             PlannedUnit(name, tuple(group), chosen, str(own["transport"]), layout, not group[0])
         )
+    order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+    units.sort(key=lambda unit: (unit.is_root, order[unit.modules[0]]))
     return PlannedModel(tuple(units), world, replicas)
 
 
