@@ -63,13 +63,12 @@ def _width(columns: Sequence[Column], between: int) -> int:
 def _table(columns: Sequence[Column], title: str, table: Table) -> Table:
     table.title, table.title_justify = title or None, "left"
     for number, column in enumerate(columns):
-        justify = "right" if column.is_number else "left"
-        # A first column that leaves no room for another is folded.
+        # Only a first column that leaves no room for another may take several lines.
         table.add_column(
             column.name,
-            justify=justify,
+            justify="right" if column.is_number else "left",
             no_wrap=number > 0,
-            overflow="fold" if not number else None,
+            overflow="fold",
         )
     for row in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*row)
