@@ -20,6 +20,7 @@ from test_shared_memory import CPU, F32, at, gather
 
 import shardwise.comm.shared_memory.access as access_module
 from ranks import announce, on_ranks, spawn_ranks
+from shardwise.comm.kept import kept
 from shardwise.comm.shared_memory import SharedMemoryTransport, shared_memory_reason
 from shardwise.comm.shared_memory.domain import domain_of
 from shardwise.comm.shared_memory.futex import MemoryOrder
@@ -294,7 +295,7 @@ def test_nothing_grows_over_many_steps(rank: int, world: int) -> None:
 
     pages and slots settle within a few steps.
     """
-    transport = transport_of(rank, world)
+    transport = SharedMemoryTransport(*new_axes(rank, world))
     before, sizes = held_bytes(transport), (1000, 70_000, 30_000, 5, 120_000)
     buckets = [bucket_of(transport, n, world, f"u[{n}]") for n in sizes]
     same, held = random.Random(2), []
@@ -421,7 +422,8 @@ def refuse(*_: object) -> dict[int, int]:
 
 
 def new_axes(rank: int, world: int):
-    """Axes over a new group, so that access is opened anew."""
+    """Axes of ranks whose domain is forgotten, so that access is opened anew."""
+    kept("domains").clear()
     axis = shard_axis(rank, world)
     return type(axis)("shard", axis.ranks, rank, dist.new_group()), alone("replicate", rank)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise._torch_compat import default_store
+from shardwise.comm.kept import kept
 from shardwise.comm.limits import wait_limit_s, warn_after_s
 from shardwise.comm.transport import Position
 from shardwise.errors import PeerTimeoutError
@@ -33,12 +34,15 @@ _NOTHING = "?"
 _SHOWN = 64  # ranks in one text
 
 
+_Questions = queue.SimpleQueue[tuple[Callable[[], Any], Any] | None]
+
+
 class Board:
     """The store, asked with a limit."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], Any]] | None = None
+        self._questions: _Questions | None = None
 
     def set(self, key: str, text: str) -> None:
         """Does not wait for an answer."""
@@ -57,6 +61,12 @@ class Board:
 
     def forget(self, key: str) -> None:
         self._ask(lambda: self._store.delete_key(key))
+
+    def close(self) -> None:
+        """Nobody asks any more: its thread ends."""
+        if self._questions is not None:
+            self._questions.put(None)
+            self._questions = None
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         if self._questions is None:
@@ -80,16 +90,13 @@ class Board:
         return answer
 
 
-def _answer(questions: queue.SimpleQueue[tuple[Callable[[], Any], Any]]) -> None:
-    while True:
-        question, answers = questions.get()
+def _answer(questions: _Questions) -> None:
+    while (asked := questions.get()) is not None:
+        question, answers = asked
         try:
             answers.put(question())
         except Exception as error:  # noqa: BLE001 - it is raised by whoever asked
             answers.put(error)
-
-
-_boards: dict[int, Board] = {}
 
 
 def default_board() -> Board | None:
@@ -97,9 +104,10 @@ def default_board() -> Board | None:
     store = default_store()
     if store is None:
         return None
-    board = _boards.get(id(store))
+    boards = kept("boards")
+    board: Board | None = boards.get("default")
     if board is None or board._store is not store:
-        board = _boards[id(store)] = Board(store)
+        board = boards["default"] = Board(store)
     return board
 
 

@@ -16,45 +16,50 @@ import torch
 
 from shardwise.comm.c10d import C10dTransport
 from shardwise.comm.fake import FakeTransport
+from shardwise.comm.kept import kept
 from shardwise.comm.transport import Axis, Transport
 from shardwise.errors import TransportError
 
 NAMES = ("auto", "c10d", "shared_memory", "fake")
 
-# One transport serves all models on a mesh: phases and fences are the mesh's. Kept for good, as
-# process groups are: ranks collect garbage at different moments, and must agree on what exists.
-_opened: dict[tuple[object, ...], Transport] = {}
-
 
 def open_transport(
-    name: str | Transport, shard: Axis, replicate: Axis, device: torch.device
+    name: str | Transport,
+    shard: Axis,
+    replicate: Axis,
+    device: torch.device,
+    *,
+    mesh: tuple[Axis, Axis] | None = None,
 ) -> Transport:
-    """The transport of a mesh; all ranks of the mesh call it with the same name.
+    """The transport of a mesh, one for all models on it; all its ranks call it with the same name.
+    `mesh`: the axes of the whole, where the two are a part of it whose phases are the mesh's.
 
     Raises ValueError for a name that does not exist, TransportError for one that cannot work here.
     """
     if not isinstance(name, str):
         return _users_own(name)
-    choice, reason = _choose(name, shard, replicate, device)
+    mesh = mesh or (shard, replicate)
+    choice, reason = _choose(name, *mesh, device)
     if choice == "fake":
         return FakeTransport(shard, replicate)
     if choice == "shared_memory" and reason:
         raise TransportError(
             f"transport='shared_memory' cannot serve this mesh: {reason}. Use 'auto' or 'c10d'."
         )
-    key = (choice, *((axis.ranks, id(axis.group)) for axis in (shard, replicate)))
-    transport = _opened.get(key)
+    opened = kept("transports")
+    key = (choice, *((axis.ranks, id(axis.group)) for axis in (shard, replicate)), mesh)
+    transport: Transport | None = opened.get(key)
     if transport is None:
-        transport = _opened[key] = _open(choice, shard, replicate)
+        transport = opened[key] = _open(choice, shard, replicate, mesh)
     return transport
 
 
-def _open(choice: str, shard: Axis, replicate: Axis) -> Transport:
+def _open(choice: str, shard: Axis, replicate: Axis, mesh: tuple[Axis, Axis]) -> Transport:
     if choice == "c10d":
         return C10dTransport(shard, replicate)
     from shardwise.comm.watched import WatchedTransport
 
-    return WatchedTransport(shard, replicate)
+    return WatchedTransport(shard, replicate, mesh)
 
 
 def explain_choice(

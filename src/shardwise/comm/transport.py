@@ -15,6 +15,7 @@ peers can read. All ranks attach the same buckets in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
@@ -162,6 +163,25 @@ class Unordered(Protocol):
 def is_unordered(transport: Transport) -> TypeGuard[Unordered]:
     """The same as `isinstance`, which takes 100 times as long and is asked for each unit."""
     return hasattr(transport, "missing")
+
+
+def phases_of(transport: Transport) -> object:
+    """What its `enter` and `leave` are about: the transport, unless several of one set of ranks
+    share their phases (`phases`).
+    """
+    return getattr(transport, "phases", transport)
+
+
+def abandon_all(transports: Iterable[Transport]) -> None:
+    """An exception ended a phase of each. Peers may wait in any of them, so those that wait for
+    peers when they abandon say so first in all (`give_up`).
+    """
+    transports = list(transports)
+    for transport in transports:
+        if hasattr(transport, "give_up"):
+            transport.give_up()
+    for transport in transports:
+        transport.abandon()
 
 
 def missing_of(transport: Transport, position: Position) -> list[Bucket]:

@@ -15,7 +15,7 @@ import torch
 from shardwise.comm.c10d import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.staging import PackedGrads
-from shardwise.comm.transport import Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.transport import Bucket, GradBuffer, Handle, Position
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.comm.watch import is_watched
 from shardwise.layout import BucketLayout, ReduceLayout
@@ -24,10 +24,7 @@ from shardwise.layout import BucketLayout, ReduceLayout
 class WatchedTransport(SharedMemoryTransport):
     """See the module docstring."""
 
-    def __init__(self, shard: Axis, replicate: Axis) -> None:
-        super().__init__(shard, replicate)
-        self._c10d: C10dTransport | None = None
-        self._position = Position(0, "", "")
+    _c10d: C10dTransport | None = None
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
         bucket = super().attach(name, layout, device)
@@ -35,19 +32,18 @@ class WatchedTransport(SharedMemoryTransport):
         return bucket
 
     def enter(self, position: Position) -> None:
-        self._position = position
         self._domain.enter(position, is_watched=is_watched())
 
     def leave(self, position: Position) -> None:
-        c10d = self._visible()
-        if c10d is not None:
+        for c10d in self._domain.over_groups:
             c10d.leave(position)
         super().leave(position)
 
-    def abandon(self) -> None:
-        if self._domain.active and self._domain.is_watched and self._c10d is not None:
-            self._c10d.abandon()
-        super().abandon()
+    def give_up(self) -> None:
+        if self._domain.active:
+            for c10d in self._domain.over_groups:
+                c10d.abandon()
+        super().give_up()
 
     def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         c10d = self._visible() if bucket.layout.world > 1 else None
@@ -99,5 +95,7 @@ class WatchedTransport(SharedMemoryTransport):
             return None
         if self._c10d is None:
             self._c10d = C10dTransport(self._shard, self._replicate)
-        self._c10d.enter(self._position)
+        if self._c10d not in self._domain.over_groups:
+            self._domain.over_groups.append(self._c10d)
+            self._c10d.enter(self._domain.position)
         return self._c10d

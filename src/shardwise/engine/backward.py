@@ -256,6 +256,7 @@ class BackwardPass:
         """Reduce a bucket that this rank has no gradients of, because peers do."""
         unit = grads.state.unit()
         self._touched.setdefault(unit, None)
+        unit.watch_gradients()  # it may not have run since `requires_grad` was changed
         reduction = unit.issue_reduction(grads, joins=True)
         self._in_flight.append(reduction)
         self.steps.issued(unit, [reduction])

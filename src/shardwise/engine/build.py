@@ -103,7 +103,9 @@ class Plan:
                 "object serves one; pass a transport by name, or use hybrid_shard"
             )
         alone = no_axis("")
-        transport = open_transport(self.transport_name, mesh.replicate, alone, mesh.device)
+        transport = open_transport(
+            self.transport_name, mesh.replicate, alone, mesh.device, mesh=mesh.axes
+        )
         return Home(name, layout, mesh, transport)
 
 

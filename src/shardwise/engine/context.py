@@ -32,7 +32,7 @@ from shardwise.engine.prefetch import Prefetch
 from shardwise.engine.token_mean import count_of_backward
 from shardwise.engine.unit import Unit
 from shardwise.engine.unit_gradients import UnitGradients
-from shardwise.engine.wire import Entered, Wire, enter_all, leave_all
+from shardwise.engine.wire import Entered, Wire, abandon_phases, enter_all, leave_all
 from shardwise.errors import EngineError
 from shardwise.events import EventLog
 
@@ -157,16 +157,19 @@ class Context:
         self.entered.append(enter_all(self.wires(), phase, name))
 
     def _leave(self, phase: str, name: str) -> None:
-        if self.entered:
+        if not self.entered:
+            return
+        try:
             leave_all(self.entered.pop(), phase, name)
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""
         backward, self.backward = self.backward, None
         entered, self.entered = self.entered, []
-        for phase in reversed(entered):
-            for wire, epoch in phase.items():
-                wire.abandon(epoch)
+        abandon_phases(*reversed(entered))
         if backward is not None:
             backward.abandon()
             self.torn += backward.torn

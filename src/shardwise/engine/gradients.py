@@ -90,7 +90,11 @@ class BucketGrads:
         if is_same and tuple(map(_trains, self.state.params)) == self._flags:
             assert self.layout is not None
             return self.layout
-        flags = tuple(p.full.requires_grad or p.partial is not None for p in self.state.params)
+        return self._lay_out(
+            tuple(p.full.requires_grad or p.partial is not None for p in self.state.params)
+        )
+
+    def _lay_out(self, flags: tuple[bool, ...]) -> ReduceLayout:
         if self.layout is None or flags != self._flags:
             if self.replica is not None:
                 raise RuntimeError(
@@ -104,10 +108,16 @@ class BucketGrads:
             self._awaited = sum(1 << i for i in self.layout.indices)
         return self.layout
 
-    def open(self, scale: Scale) -> None:
-        """Start a reduction and move partial gradients into it."""
+    def open(self, scale: Scale, *, joins: bool = False) -> None:
+        """Start a reduction and move partial gradients into it. One that peers have and this rank
+        `joins` is about the parameters that it is about there.
+        """
         assert self.state.bucket is not None
-        layout = self.trainable_layout()
+        there = self.state.bucket.private.get("members_there") if joins else None
+        if there is None:
+            layout = self.trainable_layout()
+        else:
+            layout = self._lay_out(tuple(i in there for i in range(len(self.state.params))))
         device = self.state.mesh.device
         self.out = torch.empty(layout.chunk_numel, dtype=layout.dtype, device=device)
         self.buffer = self.state.transport.grad_buffer(
@@ -219,7 +229,7 @@ class BucketGrads:
         ledger = self.ledger
         if self.buffer is None:
             ledger.repeated += bool(ledger.issued) and not joins
-            self.open(scale)
+            self.open(scale, joins=joins)
         buffer, out, layout = self.buffer, self.out, self.layout
         assert buffer is not None and out is not None and layout is not None
         had = buffer.had

@@ -28,7 +28,7 @@ from shardwise.engine.context import Context
 from shardwise.engine.mesh import ShardMesh
 from shardwise.engine.module import adopt_if_new
 from shardwise.engine.state import sharded_units, units_in
-from shardwise.engine.wire import Wire, enter_all, leave_all
+from shardwise.engine.wire import Wire, phase_on
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -86,14 +86,8 @@ class Join(Generic[T]):
         flags = [False] * (2 * mesh.world)
         flags[own] = has
         flags[mesh.world + own] = not has and self._continues and self._last is _MISSING
-        entered = enter_all([self._wire], "join", "")
-        try:
+        with phase_on([self._wire], "join", ""):
             agreed = self._wire.transport.agree(flags)
-        except BaseException:
-            for wire, epoch in entered.items():
-                wire.abandon(epoch)
-            raise
-        leave_all(entered, "join", "")
         has_batch, has_none = agreed[: mesh.world], agreed[mesh.world :]
         if any(has_none) and any(has_batch):
             lacking = [rank for rank, lacks in enumerate(has_none) if lacks]

@@ -2,8 +2,9 @@
 
 After a forward every rank keeps, instead of nothing, its part of the full parameters among a group
 of `world` neighbours; the backward gathers inside that group, which is often one host. Costs
-1/`world` of the gathered bytes. Idea: hpZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), FSDP2's
-integer setting.
+1/`world` of the gathered bytes. Shared memory, where one host is all there is, gathers from the
+shards themselves: a neighbour that has not run the unit (a branch) has kept no part of it. Idea:
+hpZ of ZeRO++ (Wang et al. 2023, arXiv 2306.10209), FSDP2's integer setting.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch_compat import unflattened_mesh
-from shardwise.comm.transport import Bucket, Handle, Transport
+from shardwise.comm.choose import open_transport
+from shardwise.comm.transport import Bucket, Handle, Transport, is_unordered
 from shardwise.engine.bucket import BucketState
 from shardwise.engine.mesh import ShardMesh, roles_of
 from shardwise.engine.param import ShardedParam, make_parameter
@@ -66,11 +68,13 @@ class Regrouped:
         self._parts = [
             _regroup(b, world, open_on) for b in buckets if b.regroups and b.layout.world > world
         ]
-        self.wires = list(dict.fromkeys(Wire.of(part.transport) for part in self._parts))
+        ordered = [part for part in self._parts if not is_unordered(part.state.transport)]
+        self._gathered = ordered  # in the group; the others from their shards
+        self.wires = list(dict.fromkeys(Wire.of(part.transport) for part in ordered))
 
     def holds(self, state: BucketState) -> bool:
         """True when the backward gathers this bucket inside the group."""
-        return any(part.state is state for part in self._parts)
+        return any(part.state is state for part in self._gathered)
 
     @torch.no_grad()
     def keep(self) -> None:
@@ -94,7 +98,7 @@ class Regrouped:
     def gather(self) -> list[Handle]:
         """Fill the full parameters from the group."""
         handles = []
-        for part in self._parts:
+        for part in self._gathered:
             part.state.open_storage()
             handles.append(part.transport.gather(part.bucket, part.bucket.buffer, part.state.out))
             part.state.set_gathered_versions()
@@ -104,7 +108,10 @@ class Regrouped:
 def _regroup(state: BucketState, world: int, open_on: Callable[[ShardMesh], Transport]) -> _Part:
     """The smaller-world bucket of a bucket."""
     mesh = grouped_mesh(state.mesh, world)
-    transport = open_on(mesh)
+    if is_unordered(state.transport):  # ranks come here by themselves: nothing that others share
+        transport = open_transport("c10d", mesh.shard, mesh.replicate, mesh.device)
+    else:
+        transport = open_on(mesh)
     layout = layout_bucket(
         [replace(p.spec, dtype=state.layout.gather_dtype, cuts=None) for p in state.layout.params],
         gather_dtype=state.layout.gather_dtype,

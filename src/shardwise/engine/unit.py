@@ -40,7 +40,7 @@ from shardwise.engine.shard_tensor import Mark
 from shardwise.engine.streams import Streams
 from shardwise.engine.sum_order import SumOrder
 from shardwise.engine.unit_gradients import UnitGradients, settle_by
-from shardwise.engine.wire import Wire, enter_all, leave_all
+from shardwise.engine.wire import Wire, phase_on
 from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
 
@@ -433,11 +433,10 @@ class Unit(UnitGradients):
     def start_user_unshard(self) -> None:
         if self.mark.moved:
             self.refresh()
-        entered = enter_all(self.wires, "unshard", self.name)
-        if self.homes and graph_task() is None:  # a backward uses the values of its forward
-            self.context.agree_on_stale_copies([self])
-        self.unshard()
-        leave_all(entered, "unshard", self.name)
+        with phase_on(self.wires, "unshard", self.name):
+            if self.homes and graph_task() is None:  # a backward uses the values of its forward
+                self.context.agree_on_stale_copies([self])
+            self.unshard()
 
     def finish_user_unshard(self) -> None:
         self.wait_unshard()

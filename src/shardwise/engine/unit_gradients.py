@@ -15,7 +15,7 @@ import torch
 
 from shardwise.engine.gradients import BucketGrads, Reduction, Scale, mean_scale
 from shardwise.engine.sum_order import SumOrder, issue_in_order
-from shardwise.engine.wire import Wire, enter_all, leave_all
+from shardwise.engine.wire import Wire, phase_on
 
 if TYPE_CHECKING:
     from shardwise.engine.bucket import BucketState
@@ -160,16 +160,14 @@ class UnitGradients:
         """Reduce partial gradients now, because somebody reads them (clipping, a step inside
         `no_sync`).
         """
-        entered = enter_all(self.wires, "settle", self.name)
-        self.context.divisor = self.context.total_tokens()
-        with torch.no_grad():
+        with torch.no_grad(), phase_on(self.wires, "settle", self.name):
+            self.context.divisor = self.context.total_tokens()
             waiting = [g for g in self.grads if g.has_partial]
             for reduction in [g.issue(self.scale(g.state), True) for g in waiting]:
                 reduction.finish(run_hooks=False)
             for grads in waiting:
                 grads.ledger.clear()
-        self.context.divisor = None
-        leave_all(entered, "settle", self.name)
+            self.context.divisor = None
 
 
 def settle_by(ref: Callable[[], UnitGradients | None]) -> None:

@@ -21,7 +21,8 @@ together have a cache line of their own.
 
     record  word  content
        0      0   state (0 none, 1 live, 2 released), offset, bytes, fingerprint of name and layout
-      64      8   shard axis: tag of the last post (phase << 16 | count in the phase), slot's offset
+      64      8   shard axis: tag of the last post (phase << 16 | count in the phase), offset of its
+                  slot, its members as a mask (6 words)
      128     16   replicate axis: the same
      192     24   name, 64 bytes
 
@@ -46,6 +47,8 @@ FENCE_WORD = 72
 _NONCE_BYTES = 16
 _TEXT_AT, _TEXT_BYTES = 640, 384
 _NAME_AT, _NAME_BYTES = 192, 64
+
+MASK_WORDS = 6  # of 64 parameters each
 
 LIVE, RELEASED = 1, 2
 SHARD, REPLICATE = 0, 1  # the axis of a post
@@ -182,6 +185,19 @@ class Record:
 
     def set_slot(self, axis: int, offset: int) -> None:
         self._words[self._start + 9 + 8 * axis] = offset
+
+    def members(self, axis: int, num_params: int) -> tuple[int, ...] | None:
+        """Which parameters of the bucket the last post is about; None when they are too many."""
+        if num_params > 64 * MASK_WORDS:
+            return None
+        start = self._start + 10 + 8 * axis
+        mask = sum(self._words[start + k] << 64 * k for k in range(-(-num_params // 64)))
+        return tuple(i for i in range(num_params) if mask >> i & 1)
+
+    def set_members(self, axis: int, mask_words: tuple[int, ...]) -> None:
+        start = self._start + 10 + 8 * axis
+        for k, word in enumerate(mask_words[:MASK_WORDS]):
+            self._words[start + k] = word
 
     def set_tag(self, axis: int, tag: int) -> None:
         self._words[self._start + 8 + 8 * axis] = tag

@@ -1,4 +1,6 @@
-"""The ranks of one mesh that share memory: phases, fences, waiting, and errors of a wait.
+"""Ranks that share memory: phases, fences, waiting, and errors of a wait. A set of ranks has one
+domain, whatever meshes it forms; phases of several domains of a rank (parameters on meshes of other
+ranks) may run together.
 
     enter    control passes from the user to the engine: phase p begins on this rank
     (entry)  the first gather of p waits until all ranks have entered p, and compares positions
@@ -14,12 +16,13 @@ p. The stores and loads are ordered as futex.py says.
 
 Abandoned phases. Per phase either all ranks leave or all get an error. Mostly all ranks fail alike,
 and each should see its own exception rather than that of the fastest. So a rank that abandons p
-stores `abandoned[p & 1] = p`, then `left = p`, and waits until the others have left p too, or for
-PARK_S: then it is *gone* and may write its shards. A peer still in p goes on gathering while the
-rank is parked, and checks for gone after each gather (a new shard value that it could have read was
-stored after the word, so the check sees it). Waits that the rank can no longer satisfy, and
-`leave`, end with an error at the first word. To keep two words enough, `enter` of p + 1 first waits
-until all have left p: nobody is ever more than one phase ahead. Mailboxes are free again then.
+stores `abandoned[p & 1] = p`, then `left = p` (in every domain in which its phase ends so, before
+it waits in any), and waits until the others have left p too, or for PARK_S: then it is *gone* and
+may write its shards. A peer still in p goes on gathering while the rank is parked, and checks for
+gone after each gather (a new shard value that it could have read was stored after the word, so the
+check sees it). Waits that the rank can no longer satisfy, and `leave`, end with an error at the
+first word. To keep two words enough, `enter` of p + 1 first waits until all have left p: nobody is
+ever more than one phase ahead. Mailboxes are free again then.
 
 Calls may come from different threads (autograd's), but never overlap in time; there are no locks.
 """
@@ -31,12 +34,11 @@ import os
 import time
 from collections.abc import Callable
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakValueDictionary
-
-import torch.distributed as dist
+from weakref import WeakValueDictionary
 
 from shardwise.comm import limits
-from shardwise.comm.shared_memory.access import Access, open_access
+from shardwise.comm.kept import kept
+from shardwise.comm.shared_memory.access import Access, exchange, open_access
 from shardwise.comm.shared_memory.control import (
     DOORBELL_WORD,
     FENCE_WORD,
@@ -45,7 +47,7 @@ from shardwise.comm.shared_memory.control import (
     hash_of,
 )
 from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
-from shardwise.comm.transport import Axis, Bucket, Position
+from shardwise.comm.transport import Axis, Bucket, Position, Transport
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
@@ -53,10 +55,20 @@ logger = logging.getLogger(__name__)
 POLLS = 50  # with sched_yield, before sleeping: what a peer needs that is about to arrive
 SLICE_S = 0.5  # of sleep, between checks that the peers live
 PARK_S = 5.0  # that a rank with an exception waits for its peers
+LONGEST_S = 1.0  # of a wait that may end without what it is for, see mailbox.py
+
+_running: list[Domain] = []  # those of this process in which a phase is on
+
+
+def running() -> list[Domain]:
+    """The domains in which this rank is in a phase."""
+    return _running
 
 
 class Mail(Protocol):
     """Exchanges that may be pending in a phase (mailbox.py); the domain completes or drops them."""
+
+    def progress(self) -> None: ...
 
     def finish_all(self) -> None: ...
 
@@ -90,6 +102,9 @@ class Domain:
         self.mail: Mail | None = None
         self._pid = os.getpid()
         self._all_entered = False
+        self._gave_up = 0  # the phase that an exception ended here, until its peers were waited for
+        self.position = Position(0, "", "")
+        self.over_groups: list[Transport] = []  # that stand in for shared memory in this phase
         self.is_watched = False  # by tools on any rank; known after the entry fence
         self._round = 0
 
@@ -126,6 +141,8 @@ class Domain:
             self.mail.free_slots()
         self.phase += 1
         self.active = True
+        self.position, self.over_groups = position, []
+        _running.append(self)
         self._all_entered, self.is_watched, self._round = False, False, 0
         own = self.own
         own.text = f"step {position.step}, {position.phase}, unit {position.unit!r}"
@@ -167,7 +184,7 @@ class Domain:
         self.entry_fence()
         self.order()  # reads of peers' shards come before the flag
         self.own.left = phase
-        self.active = False
+        self._end()
         self.doorbell.ring()
         self.wait(
             lambda: all(self.controls[i].left >= phase for i in self.others),
@@ -177,19 +194,34 @@ class Domain:
         )
         self.check_abandoned()
 
-    def abandon(self) -> None:
+    def _end(self) -> None:
+        self.active = False
+        if self in _running:
+            _running.remove(self)
+
+    def give_up(self) -> None:
+        """An exception ended the phase here: say so. `abandon` must follow, before shards are
+        written.
+        """
         if not self.active:
             return
-        self.active = False
+        self._end()
         if self.mail is not None:
             self.mail.drop_all()
-        phase, own = self.phase, self.own
-        own.mark_abandoned(phase, gone=False)
+        self._gave_up, own = self.phase, self.own
+        own.mark_abandoned(self.phase, gone=False)
         self.order()
-        own.left = phase
+        own.left = self.phase
         self.doorbell.ring()
+
+    def abandon(self) -> None:
+        """Give up, and wait a little for peers that are still in the phase."""
+        self.give_up()
+        phase, self._gave_up = self._gave_up, 0
+        if not phase:
+            return
         self._park(phase)
-        own.mark_abandoned(phase, gone=True)
+        self.own.mark_abandoned(phase, gone=True)
         self.order()
         self.doorbell.ring()
 
@@ -220,7 +252,7 @@ class Domain:
         for i in self.others:
             if self.controls[i].has_abandoned(self.phase):
                 where = self.own.text
-                self.abandon()
+                self.give_up()
                 raise TransportError(
                     f"rank {self.ranks[i]} ended {where} by an exception, so this phase "
                     f"ends here too. The cause is the error on rank {self.ranks[i]}; read its log "
@@ -302,7 +334,8 @@ class Domain:
     ) -> None:
         started = time.monotonic()
         check_at, warn_at = started + SLICE_S, started + limits.warn_after_s()
-        slice_s = SLICE_S if stuck is None else SLICE_S / 100
+        # What other domains announce rings other bells.
+        slice_s = SLICE_S if stuck is None and _running in ([], [self]) else SLICE_S / 100
         while True:
             seen = self.doorbell.value
             self.order()  # the doorbell is read before the flags
@@ -311,13 +344,14 @@ class Domain:
                 return
             if heed_abandon:
                 self.check_abandoned()
-            self.own.waiting = seen + 1
+            self._tell_sleep(seen)
             try:
                 self.doorbell.sleep(seen, slice_s)
-                if stuck is not None and self._all_sleep(seen) and stuck():
+                is_over = self._all_sleep(seen) or time.monotonic() - started > LONGEST_S
+                if stuck is not None and is_over and stuck():
                     return
             finally:
-                self.own.waiting = 0
+                self._tell_sleep(-1)
             now = time.monotonic()
             if now < check_at:
                 continue
@@ -333,6 +367,13 @@ class Domain:
             if now >= warn_at:
                 warn_at = now + 6 * limits.warn_after_s()
                 logger.warning("%s", self._describe(lacks, what, now - started))
+
+    def _tell_sleep(self, seen: int) -> None:
+        """In all domains: whoever sleeps in one brings nothing on in the others; -1: awake."""
+        self.own.waiting = seen + 1
+        for other in _running:
+            if other is not self:
+                other.own.waiting = other.doorbell.value + 1 if seen >= 0 else 0
 
     def _all_sleep(self, seen: int) -> bool:
         return self.doorbell.value == seen and all(c.waiting == seen + 1 for c in self.controls)
@@ -376,22 +417,21 @@ class Domain:
         return place + (", waiting" if control.waiting else "")
 
 
-_domains: WeakKeyDictionary[dist.ProcessGroup, dict[object, Domain | str]] = WeakKeyDictionary()
-
-
 def domain_of(shard: Axis, replicate: Axis) -> Domain | str:
-    """The mesh's domain, or why there is none. Collective on the first call, then a look-up.
+    """The domain of the ranks of a mesh, or why there is none. Collective on the first call for a
+    mesh, then a look-up.
 
-    Kept as long as the process group lives (not as long as somebody uses the domain: ranks collect
-    garbage at different moments, and all must agree on whether the next call is collective).
+    One domain for one set of ranks, whatever roles they have in a mesh: a phase is the ranks', and
+    what moves in it under several strategies or axes is fenced, read and completed as one.
     """
-    axis = shard if shard.size > 1 else replicate
-    group = axis.group if axis.group is not None else dist.group.WORLD
-    if axis.size == 1 or group is None:
+    if shard.size == replicate.size == 1:
         return "one rank has nobody to share with"
-    known = _domains.setdefault(group, {})
-    key = (shard.ranks, replicate.ranks)
-    if key not in known:
-        access = open_access(shard, replicate)
-        known[key] = access if isinstance(access, str) else Domain(access)
-    return known[key]
+    known = kept("domains")
+    axes = (shard.ranks, replicate.ranks)
+    if axes not in known:
+        ranks = tuple(sorted(exchange(shard, replicate, shard.ranks[shard.rank])))
+        if ranks not in known:
+            access = open_access(shard, replicate)
+            known[ranks] = access if isinstance(access, str) else Domain(access)
+        known[axes] = known[ranks]
+    return known[axes]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise._torch_compat import foreach_copy
+from shardwise.comm.shared_memory.control import hash_of
 from shardwise.comm.shared_memory.slots import DTYPES, Slot, SlotPool
 from shardwise.comm.transport import Bucket
 from shardwise.layout import ReduceLayout
@@ -41,6 +42,19 @@ class ParamPlaces:
     places: tuple[Place, ...]
 
 
+class Members:
+    """The parameters of a bucket that a reduction is about: what ranks must have in common, and
+    what one that joins without having them needs to know.
+    """
+
+    __slots__ = ("hash", "indices", "mask_words")
+
+    def __init__(self, layout: ReduceLayout) -> None:
+        self.indices, self.hash = layout.indices, hash_of(layout.indices)
+        mask, num_words = sum(1 << i for i in self.indices), -(-len(layout.bucket.params) // 64)
+        self.mask_words = tuple(mask >> 64 * k & (2**64 - 1) for k in range(num_words))
+
+
 @dataclass(frozen=True, slots=True)
 class ReducePlan:
     """A ReduceLayout worked out for one rank of the shard axis."""
@@ -53,6 +67,7 @@ class ReducePlan:
     own: tuple[tuple[int, int], ...]  # offset and numel of each parameter in this rank's part
     own_numel: int
     counts_offset: int  # in `out`
+    members: Members
 
     @classmethod
     def of(cls, bucket: Bucket, layout: ReduceLayout) -> ReducePlan:
@@ -94,6 +109,7 @@ def _plan(layout: ReduceLayout, rank: int) -> ReducePlan:
         ),
         own_numel=layout.data_numel(rank),
         counts_offset=layout.counts_offset,
+        members=Members(layout),
     )
 
 

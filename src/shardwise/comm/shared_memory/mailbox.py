@@ -4,9 +4,27 @@
     rank 1        put w2, w1        post slot .. sum                                acknowledge
 
 There is no order among reductions: a post is found by bucket (its record in the owner's directory
-carries tag and slot), so ranks may reduce in different orders. Whoever waits, for whatever,
-completes all reductions that have their peers' posts; so a rank that waits for a free slot cannot
-hold up a peer that waits for its reading.
+carries tag, slot and members of the last one, each slot leads to the one before), so ranks may
+reduce in different orders.
+
+Why nobody waits for ever. A rank in a backward waits, at one of these places, until
+
+    1  a slot of its own was read (`SlotPool.acquire`)
+    2  in this domain all ranks have ended their backward, or some post is new to it (`missing`)
+    3  a reduction that it has posted is complete (`finish`)
+
+and whoever waits completes, in all domains in which it is in a phase, what has its peers' posts
+(`_wait`), waking often where these are several, since each has a doorbell of its own.
+
+1 ends: a rank whose peers all sleep, in whatever domain, takes one more slot; and after `LONGEST_S`
+in any case, for peers may wait where shared memory sees nothing (a collective of c10d). 2 ends:
+ranks come to it domain by domain in one order. In the first domain where somebody is, everybody
+who is not has yet to end its backward, and is held up by nothing but 1. A rank finds there whatever
+is posted before all have ended; what comes after that are answers to posts that it has answered
+already. 3 ends: it is waited for behind 2 of all domains, so the first stage has all posts; a
+second stage is issued by whoever has the first (`advance_reductions`), and what it then needs of
+a peer (its post, its piece of the sum) the peer brings on in 1 or 3. No post waits for the one
+before it of the same bucket.
 
 A rank that does not reduce a bucket which others do learns of it at the end of its backward
 (`missing`) and posts "nothing": a slot without data, every parameter absent.
@@ -19,8 +37,9 @@ from collections.abc import Callable
 import torch
 
 from shardwise.comm.shared_memory.control import REPLICATE, SHARD, Record
-from shardwise.comm.shared_memory.domain import Domain
+from shardwise.comm.shared_memory.domain import Domain, running
 from shardwise.comm.shared_memory.gather import Shards
+from shardwise.comm.shared_memory.grads import Members
 from shardwise.comm.shared_memory.slots import Slot, SlotPool, SlotView
 from shardwise.comm.transport import Axis, Bucket
 from shardwise.errors import DivergenceError, TransportError
@@ -47,15 +66,19 @@ class Mailbox:
         """Show a filled slot to the peers of the exchange."""
         domain, key, axis = self.domain, exchange.key, exchange.axis
         count, last = self._posts.get((key, axis), (0, None))
-        if last is not None:  # the record has room for one post
-            self._wait_read(last, exchange.bucket.name)
         count += 1
         self._tickets += 1
         self._posts[key, axis] = (count, slot)
         exchange.tag = domain.phase << 16 | count
-        slot.describe(self._tickets, dtype, present, part_numel)
+        exchange.identity = (part_numel, exchange.members.hash)
+        slot.describe(self._tickets, dtype, present, exchange.identity)
+        # The record shows the last post. Who lacks an earlier one finds it from there: none of the
+        # slots in between was read by that rank, so none of them is free.
+        slot.follow(exchange.tag, last.offset if last is not None and last.unread else 0)
         slot.posted_to(self._tickets, tuple(i for i in exchange.indices if i != domain.me))
         record = domain.own.record(key)
+        record.set_members(axis, exchange.members.mask_words)
+        domain.order()
         record.set_slot(axis, slot.offset)
         domain.order()
         record.set_tag(axis, exchange.tag)
@@ -133,9 +156,14 @@ class Mailbox:
                 continue
             axis = _counted_axis(bucket)
             count, _ = self._posts.get((key, axis), (0, None))
-            tags = [domain.controls[i].record(key).tag(axis) for i in domain.others]
-            if any(tag >> 16 == domain.phase and tag & 0xFFFF > count for tag in tags):
-                found.append(bucket)
+            for record in (domain.controls[i].record(key) for i in domain.others):
+                tag = record.tag(axis)
+                if tag >> 16 == domain.phase and tag & 0xFFFF > count:
+                    domain.order()
+                    members = record.members(axis, len(bucket.layout.params))
+                    bucket.private["members_there"] = members
+                    found.append(bucket)
+                    break
         return found
 
     def _wait(
@@ -146,7 +174,9 @@ class Mailbox:
         stuck: Callable[[], bool] | None = None,
     ) -> None:
         def progressed() -> bool:
-            self.progress()
+            for domain in running():
+                if domain.mail is not None:
+                    domain.mail.progress()
             return ready()
 
         self.domain.wait(progressed, lacks, what, stuck=stuck)
@@ -157,14 +187,6 @@ class Mailbox:
         self.domain.entry_fence()
         self._wait(ready, lacks, "to read a reduction, since all mailbox slots are full", stuck)
 
-    def _wait_read(self, slot: Slot, name: str) -> None:
-        self.domain.entry_fence()
-        self._wait(
-            lambda: not slot.unread,
-            lambda i: i in slot.unread,
-            f"to read the reduction before of {name}",
-        )
-
 
 class Exchange:
     """One reduction in flight;
@@ -172,10 +194,14 @@ class Exchange:
     also its handle. `indices[r]` is the domain's index of rank r of the axis.
     """
 
-    def __init__(self, mailbox: Mailbox, bucket: Bucket, axis: int, mesh_axis: Axis) -> None:
+    identity: tuple[int, int] = (0, 0)  # of the post, on all ranks
+
+    def __init__(
+        self, mailbox: Mailbox, bucket: Bucket, axis: int, mesh_axis: Axis, members: Members
+    ) -> None:
         shards: Shards = bucket.private["shards"]
         domain = mailbox.domain
-        self.mailbox, self.bucket = mailbox, bucket
+        self.mailbox, self.bucket, self.members = mailbox, bucket, members
         self.axis, self.rank = axis, mesh_axis.rank
         self.key, self._fingerprint = shards.key, shards.fingerprint
         self.indices = tuple(domain.ranks.index(r) for r in mesh_axis.ranks)
@@ -199,7 +225,7 @@ class Exchange:
 
     def lacks(self, index: int) -> bool:
         return any(
-            i == index and record.tag(self.axis) != self.tag for _, i, record in self._records
+            i == index and record.tag(self.axis) < self.tag for _, i, record in self._records
         )
 
     def advance(self) -> bool:
@@ -211,27 +237,39 @@ class Exchange:
     def all_posted(self) -> bool:
         axis, tag = self.axis, self.tag
         for _, _, record in self._records:
-            if record.tag(axis) != tag:
+            if record.tag(axis) < tag:
                 return False
         self.mailbox.domain.order()
         return True
 
-    def slots(self, part_numel: int, num_params: int) -> dict[int, SlotView]:
-        """The peers' posted slots by rank of the axis, once it is sure that they are of the same "
-        "bucket."""
+    def slots(self) -> dict[int, SlotView]:
+        """The peers' posted slots by rank of the axis, once it is sure that they are about the same
+        parameters of the same bucket.
+        """
         domain, slots = self.mailbox.domain, {}
         for r, i, record in self._records:
-            slot = SlotView(domain.controls[i].mapping, record.slot(self.axis), len(domain.ranks))
-            if record.fingerprint != self._fingerprint or slot.shape != (part_numel, num_params):
+            mapping, size = domain.controls[i].mapping, len(domain.ranks)
+            slot = SlotView(mapping, record.slot(self.axis), size)
+            while slot.tag != self.tag and slot.before:
+                slot = SlotView(mapping, slot.before, size)
+            if record.fingerprint != self._fingerprint or slot.identity != self.identity:
                 raise DivergenceError(
                     f"bucket {self.bucket.name!r}: rank {domain.ranks[domain.me]} reduces "
-                    f"{num_params} parameters in parts of {part_numel} elements, rank "
-                    f"{domain.ranks[i]} has {record.name!r} with {slot.shape[1]} in parts of "
-                    f"{slot.shape[0]}. All ranks must shard the same modules in the same order and "
-                    "train the same parameters (requires_grad)."
+                    f"{self._names(self.members.indices)} in parts of {self.identity[0]} elements, "
+                    f"rank {domain.ranks[i]} has {record.name!r} with "
+                    f"{self._names(record.members(self.axis, len(self.bucket.layout.params)))} in "
+                    f"parts of {slot.identity[0]}. All ranks must shard the same modules in the "
+                    "same order and train the same parameters (requires_grad), also in the "
+                    "micro-batches of one accumulation."
                 )
             slots[r] = slot
         return slots
+
+    def _names(self, indices: tuple[int, ...] | None) -> str:
+        if indices is None:
+            return "other parameters"
+        names = [self.bucket.layout.params[i].spec.name for i in indices]
+        return f"{len(names)} parameters ({', '.join(names[:4])}{', ...' if names[4:] else ''})"
 
     def acknowledge(self, slots: dict[int, SlotView]) -> None:
         domain = self.mailbox.domain

@@ -23,7 +23,7 @@ class SumByPieces(Exchange):
     _result: torch.Tensor
 
     def __init__(self, mailbox: Mailbox, bucket: Bucket, numel: int) -> None:
-        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate)
+        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate, bucket.private["members"])
         size = bucket.replicate.size
         self._numel = numel
         self._piece = -(-numel // (size * _PIECE_ALIGN)) * _PIECE_ALIGN
@@ -43,7 +43,7 @@ class SumByPieces(Exchange):
             if not self._slots:
                 if not self.all_posted():
                     return False
-                self._slots = self.slots(self._numel, 0)
+                self._slots = self.slots()
                 self._show_own_piece()
             if any(slot.stage < 2 for slot in self._slots.values()):
                 return False

@@ -32,7 +32,7 @@ class ShardSum(Exchange):
         out: torch.Tensor,
         scale: float,
     ) -> None:
-        super().__init__(mailbox, bucket, SHARD, bucket.shard)
+        super().__init__(mailbox, bucket, SHARD, bucket.shard, grads.plan.members)
         self._plan, self._present = grads.plan, list(grads.present)
         self._out, self._scale = out, scale
         mailbox.post(self, grads.open_slot(), grads.wire, grads.present, grads.plan.part_numel)
@@ -41,8 +41,7 @@ class ShardSum(Exchange):
         if not self.all_posted():
             return False
         plan = self._plan
-        num_params = len(plan.params)
-        slots = self.slots(plan.part_numel, num_params)
+        slots = self.slots()
         with torch.no_grad():
             if all(self._present) and all(slot.all_present for slot in slots.values()):
                 self._sum(list(slots), slots, 0, plan.own_numel)
@@ -87,7 +86,7 @@ class ReplicaSum(Exchange):
     """A flat tensor summed over the replicate axis, in place: each rank posts all of it."""
 
     def __init__(self, mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> None:
-        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate)
+        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate, bucket.private["members"])
         self._out = out
         slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
         with torch.no_grad():
@@ -97,7 +96,7 @@ class ReplicaSum(Exchange):
     def advance(self) -> bool:
         if not self.all_posted():
             return False
-        slots = self.slots(self._out.numel(), 0)
+        slots = self.slots()
         with torch.no_grad():
             sum_of_ranks(self._out, self.rank, {r: self._payload(s) for r, s in slots.items()})
         self.acknowledge(slots)

@@ -1,14 +1,15 @@
 """Mailbox slots: where a rank lays out what it sends, and the pool that they come from.
 
-    slot   byte 0     ticket, stage, dtype code, all present, numel of a part, number of parameters
+    slot   byte 0     ticket, stage, dtype code, all present, numel of a part, hash of the members,
+                      tag, offset of the slot of the post before (same bucket and axis; 0: none)
            64 * (1+i) read by rank index i: the ticket that it has read; one writer, one cache line
-           each
+                      each
            ...        presence of each parameter, one byte each
            ...        payload
 
 A ticket is this rank's running count of posts. A slot is free again when every reader has written
 its ticket back; the pool then hands it out again, on pages that are warm. It grows only when it has
-to.
+to; `mailbox` says when that is, and why nobody waits for ever.
 """
 
 from __future__ import annotations
@@ -63,18 +64,34 @@ class SlotView:
         return bool(self._words[self._at + 3])
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(numel of a part, number of parameters): equal on all ranks, or they have diverged."""
+    def identity(self) -> tuple[int, int]:
+        """(numel of a part, hash of the members): equal on all ranks, or they have diverged."""
         return self._words[self._at + 4], self._words[self._at + 5]
 
+    @property
+    def tag(self) -> int:
+        return self._words[self._at + 6]
+
+    @property
+    def before(self) -> int:
+        return self._words[self._at + 7]
+
+    def follow(self, tag: int, before: int) -> None:
+        """Which post it is, and where the one before it lies."""
+        self._words[self._at + 6], self._words[self._at + 7] = tag, before
+
     def describe(
-        self, ticket: int, dtype: torch.dtype, present: Sequence[bool], part_numel: int
+        self,
+        ticket: int,
+        dtype: torch.dtype,
+        present: Sequence[bool],
+        identity: tuple[int, int],
     ) -> None:
         words, at = self._words, self._at
         words[at], words[at + 1] = ticket, 1
         words[at + 2] = DTYPES.index(dtype)
         words[at + 3] = all(present)
-        words[at + 4], words[at + 5] = part_numel, len(present)
+        words[at + 4], words[at + 5] = identity
         start = self.offset + presence_at(self._num_ranks)
         self._mapping.bytes[start : start + len(present)] = bytes(present)
 

@@ -20,14 +20,14 @@ from shardwise.comm.shared_memory.gather import (
     make_plan,
     plan_for,
 )
-from shardwise.comm.shared_memory.grads import OutgoingGrads, ReducePlan
+from shardwise.comm.shared_memory.grads import Members, OutgoingGrads, ReducePlan
 from shardwise.comm.shared_memory.mailbox import Mailbox
 from shardwise.comm.shared_memory.reductions import ShardSum, sum_over_replicas
 from shardwise.comm.shared_memory.tree import ReplicaTree, TreeLeaves, finished_chunk
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.errors import TransportError
-from shardwise.layout import BucketLayout, ReduceLayout
+from shardwise.layout import BucketLayout, ReduceLayout, layout_reduce
 
 
 def shared_memory_reason(axes: Iterable[Axis]) -> str | None:
@@ -48,14 +48,15 @@ class SharedMemoryTransport:
 
     name = "shared_memory"
 
-    def __init__(self, shard: Axis, replicate: Axis) -> None:
-        domain = domain_of(shard, replicate)
+    def __init__(self, shard: Axis, replicate: Axis, mesh: tuple[Axis, Axis] | None = None) -> None:
+        """`mesh`: the axes of the mesh that these belong to, if they are not the whole of it."""
+        domain = domain_of(*(mesh or (shard, replicate)))
         if isinstance(domain, str):
             raise TransportError(
                 f"transport='shared_memory' cannot serve this mesh: {domain}. Use 'auto' or 'c10d'."
             )
         self._shard, self._replicate = shard, replicate
-        self._domain = domain
+        self.phases = self._domain = domain  # which transports of one set of ranks share
         if domain.mail is None:
             domain.mail = Mailbox(domain)
         assert isinstance(domain.mail, Mailbox)
@@ -97,6 +98,7 @@ class SharedMemoryTransport:
         bucket = Bucket(name, layout, self._shard, self._replicate, buffer)
         indices = tuple(domain.ranks.index(r) for r in self._shard.ranks)
         bucket.private["shards"] = Shards(key, fingerprint, indices, buffer.data_ptr())
+        bucket.private["members"] = Members(layout_reduce(layout))  # until a reduction says which
         domain.buckets[key] = bucket
         return bucket
 
@@ -127,6 +129,7 @@ class SharedMemoryTransport:
         assert isinstance(grads, OutgoingGrads), f"{type(grads).__name__} is another transport's"
         assert grads.out is out, "reduce() takes the `out` that grad_buffer() was given"
         grads.finish()
+        bucket.private["members"] = grads.plan.members  # a sum over the replicas follows
         if not grads.plan.params:
             return DONE
         if bucket.layout.world == 1:
@@ -160,6 +163,7 @@ class SharedMemoryTransport:
 
     def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
         if bucket.replicate.size > 1 and tree.layout.chunk_numel:
+            bucket.private["members"] = ReducePlan.of(bucket, tree.layout).members
             return ReplicaTree(self._mail, bucket, tree)
         tree.finish_alone(bucket.buffer)
         return DONE
@@ -170,7 +174,11 @@ class SharedMemoryTransport:
     def leave(self, position: Position) -> None:
         self._domain.leave()
 
+    def give_up(self) -> None:
+        self._domain.give_up()
+
     def abandon(self) -> None:
+        self.give_up()
         self._domain.abandon()
 
     def missing(self, position: Position) -> list[Bucket]:

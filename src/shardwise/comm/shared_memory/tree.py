@@ -32,15 +32,14 @@ class TreeLeaves(Exchange):
         tree: TreeSum,
         leaves: tuple[int | None, ...],
     ) -> None:
-        super().__init__(mailbox, bucket, SHARD, bucket.shard)
+        super().__init__(mailbox, bucket, SHARD, bucket.shard, grads.plan.members)
         self._grads, self._out, self._tree, self._leaves = grads, out, tree, leaves
         mailbox.post(self, grads.open_slot(), grads.wire, grads.present, grads.plan.part_numel)
 
     def advance(self) -> bool:
         if not self.all_posted():
             return False
-        plan = self._grads.plan
-        slots = self.slots(plan.part_numel, len(plan.params))
+        slots = self.slots()
         with torch.no_grad():
             for r, leaf in enumerate(self._leaves):
                 if leaf is None:
