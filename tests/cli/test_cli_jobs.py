@@ -181,7 +181,23 @@ def test_a_rank_that_fails_ends_the_job(folder, how, expected):
     assert code == 1
     for text in expected:
         assert text in err
+    assert "There is no checkpoint yet: another start begins at step 0" in err
     assert [row["step"] for row in rows()] == [1, 2]
+
+
+def test_a_device_that_is_not_there_is_a_mistake_also_when_nothing_is_left_to_do(folder):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    code, _, err = finish(start("--train.steps=1", "--nproc=1"))
+    assert code == 0, err
+    cuda = ["--train.steps=1", "--nproc=1", "--run.device=cuda"]
+    code, out, err = finish(start(*cuda))
+    assert (code, out) == (2, "")
+    assert err == (
+        "shardwise train: --run.device: cuda is asked for, but torch sees no GPU; use auto or cpu\n"
+    )
 
 
 def test_a_port_in_use_under_torchrun_is_one_line(folder, monkeypatch):

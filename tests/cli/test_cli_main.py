@@ -41,6 +41,10 @@ def test_help_shows_every_key(capsys):
         for key in keys:
             assert f"--{section}.{key} " in text
     assert "--nproc N" in text
+    # As people type them, and as the documents have them.
+    assert "--max-restarts N" in text
+    assert "--model.tie_embeddings {true,false}" in text
+    assert not any(word in text for word in ("True", "False", "max_restarts", "min_ranks"))
 
 
 def test_help_of_the_command_lists_commands_that_exist(capsys):
@@ -58,7 +62,10 @@ def test_help_of_the_command_lists_commands_that_exist(capsys):
         (["train", "none.toml"], "shardwise train: none.toml: no such file"),
         (["train", "--train.stepz", "3"], "--train.stepz: unknown key; did you mean train.steps?"),
         (["train", "--train.steps", "x"], "--train.steps: expected a whole number"),
-        (["train", "--nproc", "3"], "train.global_batch: 32 is not a multiple of 3 ranks"),
+        (
+            ["train", "--nproc", "3", "--train.global_batch", "32"],
+            "32 is not a multiple of 3 ranks",
+        ),
         (["train", "--nproc", "2", "--mesh.replicate", "4"], "4 replicas cannot share 2 ranks"),
         (["train", "--run.dir", "file/run"], "run.dir: "),
         (["train", "--port", "{port}"], "--port: {port} cannot be used"),

@@ -266,3 +266,45 @@ def test_auto_strategy_follows_the_mesh():
     assert resolved_strategy(Config()) == "full_shard"
     assert resolved_strategy(Config(mesh=MeshConfig(replicate=2))) == "hybrid_shard"
     assert resolved_strategy(Config(shard=ShardConfig(strategy="no_shard"))) == "no_shard"
+
+
+@pytest.mark.parametrize(
+    ("options", "num_ranks", "expected"),
+    [
+        ({}, 1, (32, 16)),
+        ({}, 2, (32, 16)),
+        ({}, 3, (33, 11)),
+        ({}, 4, (32, 8)),
+        ({}, 5, (30, 6)),
+        ({}, 8, (32, 4)),
+        ({}, 100, (100, 1)),
+        ({"train.global_batch": "96"}, 3, (96, 16)),
+        ({"train.global_batch": "51"}, 3, (51, 1)),
+        ({"train.micro_batch": "4"}, 3, (36, 4)),
+        ({"train.micro_batch": "4", "train.global_batch": "8"}, 2, (8, 4)),
+    ],
+)
+def test_batches_that_are_left_out_fit_the_ranks(
+    options: dict[str, str], num_ranks: int, expected: tuple[int, int]
+) -> None:
+    loaded = load_config(None, list(options.items())).on(num_ranks)
+    train = loaded.config.train
+    assert (train.global_batch, train.micro_batch) == expected
+    assert world_problems(loaded.config, num_ranks) == []
+    changed = train.global_batch != 32 and "train.global_batch" not in options
+    assert len(loaded.notes) == changed
+    assert not changed or f"{train.global_batch} instead of 32" in loaded.notes[0]
+
+
+def test_batches_that_were_chosen_are_refused_by_name() -> None:
+    [(key, text)] = world_problems(
+        load_config(None, [("train.global_batch", "32")]).on(3).config, 3
+    )
+    assert (key, text) == ("train.global_batch", "32 is not a multiple of 3 ranks; use 33")
+    any_world = load_config(None, [("run.reproducible", "any_world")])
+    assert any_world.on(3) is any_world  # sizes make the numbers
+
+
+def test_a_key_in_the_wrong_section_is_found() -> None:
+    with pytest.raises(ConfigError, match=r"train.seq_len: unknown key; did you mean data.seq_len"):
+        load_config(None, [("train.seq_len", "64")])

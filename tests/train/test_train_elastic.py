@@ -173,13 +173,17 @@ def test_which_rank_was_the_cause() -> None:
 
 
 def test_how_many_ranks_go_on() -> None:
-    config = load_config(None, [("train.global_batch", "12"), ("train.micro_batch", "1")]).config
-    assert Restarts(3).next_ranks(config, 6, 2) == 6
-    assert Restarts(3, min_ranks=1).next_ranks(config, 6, 0) == 6
-    assert Restarts(3, min_ranks=1).next_ranks(config, 6, 2) == 4
-    assert Restarts(3, min_ranks=1).next_ranks(config, 6, 1) == 4  # 5 do not divide the batch
-    assert Restarts(3, min_ranks=5).next_ranks(config, 6, 1) == 6  # nor is there another
-    assert Restarts(3, min_ranks=2).next_ranks(config, 6, 6) == 2
+    loaded = load_config(None, [("train.global_batch", "12"), ("train.micro_batch", "1")])
+    assert Restarts(3).next_ranks(loaded, 6, 2) == 6
+    assert Restarts(3, min_ranks=1).next_ranks(loaded, 6, 0) == 6
+    assert Restarts(3, min_ranks=1).next_ranks(loaded, 6, 2) == 4
+    assert Restarts(3, min_ranks=1).next_ranks(loaded, 6, 1) == 4  # 5 do not divide the batch
+    assert Restarts(3, min_ranks=5).next_ranks(loaded, 6, 1) == 6  # nor is there another
+    assert Restarts(3, min_ranks=2).next_ranks(loaded, 6, 6) == 2
+    # A micro-batch that was left out fits any ranks; the batch of a run does not change.
+    defaults = load_config(None)
+    assert Restarts(3, min_ranks=1).next_ranks(defaults, 8, 1) == 4
+    assert Restarts(3, min_ranks=1).next_ranks(defaults, 8, 4) == 4
 
 
 def test_what_cannot_be_meant_is_refused() -> None:

@@ -43,6 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         parsed = parse([a for a in arguments if a != "--json"])
         loaded = load_config(parsed.config_file, parsed.overrides)
         num_ranks = parsed.nproc or 2
+        loaded = loaded.on(num_ranks)
         for key, text in world_problems(loaded.config, num_ranks):
             raise loaded.error(key, text)
         plan, why = _plan(loaded, num_ranks)

@@ -8,7 +8,8 @@ and the effective configuration that a run writes leaves them out. Reading files
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Container
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from shardwise.units import full_name, parse_size
@@ -96,7 +97,7 @@ class TrainConfig:
     """Sequences per optimizer step, over all ranks."""
     micro_batch: int = 16
     """Sequences per forward on one rank; global_batch is a multiple of ranks * micro_batch (of
-    micro_batch alone under run.reproducible = any_world)."""
+    micro_batch alone under run.reproducible = any_world). Left out: at most 16, what fits."""
     grad_clip: float = 1.0
     """Limit of the global gradient norm; 0: none."""
     eval_every: int = 40
@@ -367,7 +368,7 @@ def _any_world_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("shard.reduce_dtype", text))
     batch, micro = config.train.global_batch, config.train.micro_batch
     if batch % micro:
-        nearest = max(micro, round(batch / micro) * micro)
+        nearest = nearest_multiple(batch, micro)
         text = f"{batch} is not a multiple of train.micro_batch = {micro}; use {nearest}"
         found.append(("train.global_batch", text))
     return found
@@ -403,11 +404,30 @@ def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
         return found  # micro-batches need not fit the ranks
     batch, micro = config.train.global_batch, config.train.micro_batch
     if batch % (world_size * micro):
-        step = world_size * micro
-        nearest = max(step, round(batch / step) * step)
-        text = (
-            f"{batch} is not a multiple of {world_size} ranks x micro_batch {micro} = {step}; "
-            f"use {nearest}, or another train.micro_batch"
-        )
+        nearest = nearest_multiple(batch, world_size * micro)
+        text = f"{batch} is not a multiple of {world_size} ranks; use {nearest}"
+        if micro > 1:
+            text = (
+                f"{batch} is not a multiple of {world_size} ranks x micro_batch {micro} = "
+                f"{world_size * micro}; use {nearest}, or another train.micro_batch"
+            )
         found.append(("train.global_batch", text))
     return found
+
+
+def fitted_batches(train: TrainConfig, world_size: int, chosen: Container[str]) -> TrainConfig:
+    """Sizes of batches for that many ranks: those that are not chosen fit those that are. A global
+    batch that nobody chose is the nearest that ranks share evenly, a micro-batch the largest that
+    is no larger than its default."""
+    batch, micro = train.global_batch, train.micro_batch
+    if "train.global_batch" not in chosen:
+        part = world_size * (micro if "train.micro_batch" in chosen else 1)
+        batch = nearest_multiple(batch, part)
+    if "train.micro_batch" not in chosen:
+        share = batch // world_size if batch % world_size == 0 else 1
+        micro = next(size for size in range(min(micro, share), 0, -1) if share % size == 0)
+    return replace(train, global_batch=batch, micro_batch=micro)
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    return max(of, round(number / of) * of)

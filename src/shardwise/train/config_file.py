@@ -13,7 +13,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -23,6 +23,7 @@ from shardwise.train.config import (
     Config,
     CustomModelConfig,
     DecoderConfig,
+    fitted_batches,
     ineffective,
     is_factory,
     problems,
@@ -41,6 +42,22 @@ class LoadedConfig:
 
     def error(self, key: str, text: str) -> ConfigError:
         return _error(self.origins.get(key), key, text)
+
+    def on(self, num_ranks: int) -> LoadedConfig:
+        """The job on that many ranks: sizes of batches that nobody has set fit them. Under
+        any_world sizes make the numbers, and stay."""
+        config, before = self.config, self.config.train
+        if config.run.reproducible == "any_world":
+            return self
+        train = fitted_batches(before, num_ranks, self.origins)
+        notes = self.notes
+        if train.global_batch != before.global_batch:
+            text = (
+                f"train.global_batch: {train.global_batch} instead of {before.global_batch}, which "
+                f"{num_ranks} ranks cannot share evenly; set it to choose"
+            )
+            notes = (*notes, text)
+        return replace(self, config=replace(config, train=train), notes=notes)
 
 
 def load_config(path: str | Path | None, overrides: Sequence[tuple[str, str]] = ()) -> LoadedConfig:
@@ -128,7 +145,8 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, _Origin]]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a TOML file: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read as a TOML file: {why}") from None
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -209,6 +227,8 @@ def _build(values: dict[str, Any], origins: dict[str, _Origin], notes: list[str]
 def _nearest_key(key: str) -> str:
     section, _, name = key.partition(".")
     keys = [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)]
+    if elsewhere := [k for k in keys if name and k.endswith(f".{name}")]:
+        return f"did you mean {elsewhere[0]}?"
     if section in SECTIONS and name:
         return _nearest(key, [k for k in keys if k.startswith(f"{section}.")])
     if not name:  # `steps` for `train.steps`

@@ -4,8 +4,9 @@ their keys."""
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any, ClassVar, TextIO
 
 import tyro
 
@@ -38,9 +39,9 @@ class _Command:
     """Ranks to start here. Default: one per GPU, or 2 on CPU."""
     port: int = 0
     """Port for the ranks to meet at; 0: a free one."""
-    max_restarts: int = 0
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N", name="max-restarts")] = 0
     """How often ranks that fail are started again, from the last complete checkpoint."""
-    min_ranks: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    min_ranks: Annotated[int | None, tyro.conf.arg(metavar="N", name="min-ranks")] = None
     """A restart may leave out ranks that were killed, down to this many. Default: all again."""
     run: RunConfig = field(default_factory=RunConfig)
     model: DecoderConfig = field(default_factory=DecoderConfig)
@@ -53,8 +54,34 @@ class _Command:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+class _AsTyped:
+    """A stream that shows options and values as the documents have them and people type them; all
+    of the same length as what tyro writes, whose boxes depend on it."""
+
+    _NAMES: ClassVar = {
+        "{True,False}": "{true,false}",
+        "(default: True)": "(default: true)",
+        "(default: False)": "(default: false)",
+        "--max_restarts": "--max-restarts",
+        "--min_ranks": "--min-ranks",
+    }
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        for python, typed in self._NAMES.items():
+            text = text.replace(python, typed)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def print_help() -> None:
-    with contextlib.suppress(SystemExit):  # argparse's way to end after help
+    screen: Any = _AsTyped(sys.stdout)
+    # SystemExit is argparse's way to end after help.
+    with contextlib.redirect_stdout(screen), contextlib.suppress(SystemExit):
         tyro.cli(
             _Command,
             prog="shardwise train",

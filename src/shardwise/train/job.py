@@ -31,6 +31,7 @@ from shardwise.train.stop import StopRequest
 def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest) -> None:
     """Runs the whole job; every rank calls it. ConfigError if it cannot start, with nothing
     written."""
+    loaded = loaded.on(ranks.world_size)
     config = loaded.config
     for key, text in world_problems(config, ranks.world_size):
         raise ranks.agreed(loaded.error(key, text))

@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from shardwise.checkpoint.store import list_checkpoints
 from shardwise.errors import ConfigError
-from shardwise.train.config import world_problems
+from shardwise.train.config import Config, world_problems
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.meeting import listen, stay_on_loopback
 from shardwise.train.restarts import EXIT_USER, Failure, Restarts
@@ -48,6 +49,8 @@ def launch(
     if nproc is not None:  # before the seconds that importing torch takes
         _check_world(loaded, nproc)
         restarts.check(loaded.config, nproc)
+    if loaded.config.run.device == "cuda":
+        _resolve_ranks(loaded, nproc)  # a mistake, also where nothing is left to do
     if done := finished(loaded.config):
         print(done)
         return 0
@@ -87,17 +90,14 @@ def _run_until_done(
         if stop_file.exists() and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGINT}:
             return 0  # asked to stop before the ranks could listen: there is nothing to save yet
         if number > restarts.most or failure.is_final or stop_file.exists():
-            _say(
-                f"{failure}; the other ranks were ended. "
-                "Start again to continue from the last checkpoint"
-            )
+            _say(f"{failure}; the other ranks were ended. {_what_next(loaded.config, failure)}")
             return 1
-        before, nproc = nproc, restarts.next_ranks(loaded.config, nproc, failure.num_lost)
+        before, nproc = nproc, restarts.next_ranks(loaded, nproc, failure.num_lost)
         ranks = f"{nproc} rank{'s' if nproc > 1 else ''}"
+        start = _start(loaded.config) or "the beginning"
         _say(
             f"{failure}; restart {number} of {restarts.most} on {ranks}"
-            f"{f' instead of {before}' if nproc != before else ''}, from the last checkpoint"
-            f"{' or copy in memory' if loaded.config.checkpoint.memory_every else ''}"
+            f"{f' instead of {before}' if nproc != before else ''}, from {start}"
         )
     raise AssertionError("the last round returns")
 
@@ -127,6 +127,27 @@ def _run(command: list[str], nproc: int, port: int) -> dict[int, int]:
         return {rank: failure.exitcode for rank, failure in failures}
 
 
+def _start(config: Config) -> str:
+    """Where the next start goes on; empty where nothing was saved."""
+    from shardwise.train.memory import has_copies
+
+    run_dir, resume = RunDir(config), config.checkpoint.resume
+    if list_checkpoints(run_dir.checkpoints).complete or has_copies(run_dir):
+        has_memory = config.checkpoint.memory_every > 0
+        return f"the last checkpoint{' or copy in memory' if has_memory else ''}"
+    if resume not in ("auto", "off"):
+        return resume
+    return ""
+
+
+def _what_next(config: Config, failure: Failure) -> str:
+    if failure.is_final:
+        return "Another start would end alike"
+    if start := _start(config):
+        return f"Start again to continue from {start}"
+    return "There is no checkpoint yet: another start begins at step 0"
+
+
 def _say(text: str) -> None:
     print(f"shardwise train: {text}", file=sys.stderr, flush=True)
 
@@ -145,7 +166,7 @@ def _forward_signals(stop_file: Path) -> None:
 
 
 def _check_world(loaded: LoadedConfig, nproc: int) -> None:
-    for key, text in world_problems(loaded.config, nproc):
+    for key, text in world_problems(loaded.on(nproc).config, nproc):
         raise loaded.error(key, text)
 
 

@@ -45,6 +45,12 @@ def find_copies(run_dir: RunDir, ranks: Ranks) -> MemoryCopies | None:
     return _copies(name, run_dir, ranks) if usable else None
 
 
+def has_copies(run_dir: RunDir) -> bool:
+    """On this host, by their names alone."""
+    name, *_ = _names(run_dir)
+    return bool(name) and any((memory_dir() / name).glob("step_*"))
+
+
 def keep_copies(
     config: Config, run_dir: RunDir, ranks: Ranks, continued: MemoryCopies | None
 ) -> MemoryCopies | None:

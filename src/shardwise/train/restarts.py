@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, world_problems
+from shardwise.train.config_file import LoadedConfig
 
 EXIT_ERROR, EXIT_USER, EXIT_OTHER_RANK, EXIT_FINAL = 1, 2, 3, 4
 _ENDED_BY_AGENT = -signal.SIGTERM
@@ -50,14 +51,20 @@ class Restarts:
                 "use any_world, or leave --min-ranks out"
             )
 
-    def next_ranks(self, config: Config, num_ranks: int, num_lost: int) -> int:
+    def next_ranks(self, loaded: LoadedConfig, num_ranks: int, num_lost: int) -> int:
         """How many ranks go on: those that are left where the configuration runs on that many, else
         the nearest fewer that are allowed, else more."""
         if self.min_ranks is None or not num_lost:
             return num_ranks
         left = max(self.min_ranks, num_ranks - num_lost)
         choices = [*range(left, self.min_ranks - 1, -1), *range(left + 1, num_ranks + 1)]
-        return next(n for n in choices if n == num_ranks or not world_problems(config, n))
+        batch = loaded.on(num_ranks).config.train.global_batch
+
+        def can_go_on(num: int) -> bool:
+            config = loaded.on(num).config
+            return config.train.global_batch == batch and not world_problems(config, num)
+
+        return next(num for num in choices if num == num_ranks or can_go_on(num))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from shardwise.checkpoint.store import Checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train import numerics
 from shardwise.train.config import Config
+from shardwise.train.config_file import config_as_dict
 from shardwise.train.data import Data
 
 
@@ -79,12 +80,17 @@ def _check(checkpoint: Checkpoint, config: Config, data: Data, model: nn.Module)
         )
     facts = read_extra(checkpoint)
     if (facts["data"], facts["seed"]) != (data.fingerprint, config.run.seed):
-        was, now = (
-            f"[{f} seed={s}]"
-            for f, s in ((facts["data"], facts["seed"]), (data.fingerprint, config.run.seed))
-        )
+        before, now = facts.get("config", {}).get("data", {}), config_as_dict(config)["data"]
+        found = [
+            f"data.{key} was {before.get(key)!r}, now {now.get(key)!r}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key)
+        ]
+        if facts["seed"] != config.run.seed:
+            found.append(f"run.seed was {facts['seed']}, now {config.run.seed}")
         raise ConfigError(
-            f"{checkpoint.path}: was trained on other data or in another order: {was}, now {now}. "
+            f"{checkpoint.path}: was trained on other data or in another order: "
+            f"{'; '.join(found) or 'what data.source names has changed'}. "
             "Use another run.dir, or the [data] and run.seed that it was made with"
         )
 

@@ -40,9 +40,8 @@ class RunDir:
         if not existing.is_dir():
             raise ConfigError(f"run.dir: {existing} is not a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"run.dir: {self.path} cannot be written (no permission in {existing})"
-            )
+            where = "" if existing == self.path.resolve() else f" in {existing}"
+            raise ConfigError(f"run.dir: {self.path} cannot be written (no permission{where})")
 
     def lock(self, patience_s: float = 5.0) -> None:
         """Keeps other jobs out until `unlock` or the end of this process.
