@@ -3,13 +3,11 @@
 An event is a code and the unit it concerns. `EventLog.text()` is the golden form, e.g. `AG
 layers.1 | F layers.0`.
 
-    EN, LV   control entered, left the engine (root forward, backward)      AG  gather issued
-                                                                                W   gather waited
-                                                                                    for
-    F        forward of a unit runs     B    backward of a unit begins      FR  full copy released
-    HG       shards gathered from the replicas that share them out, once per write
-    RS, AR   reduction issued, all-reduce over replicas issued              G   sharded gradients
-                                                                                delivered
+    F    forward of a unit runs          AG   gather issued
+    B    backward of a unit begins       HG   shards gathered from the replicas that share them
+    RS   reduction issued, with that          out, once per write
+         over replicas                   FR   full copy released
+    G    sharded gradients delivered
 """
 
 from __future__ import annotations

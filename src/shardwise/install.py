@@ -15,11 +15,16 @@ FSDPModule  torch's class stays what it is and becomes a base class of all shard
             `nn.Module`: `isinstance` answers for ours and for torch's own, whoever asks
 state       `fully_shard.state(module)` gives what torch's pipelining needs to reduce once per step
 
+A process in which nothing was sharded says so at its end: Accelerate and the Trainer of
+transformers take DDP, without a word, where there is no accelerator.
+
 This is the only file that may import torch's FSDP, and it does so for the names alone.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import runpy
 import sys
 import types
@@ -93,6 +98,7 @@ def install() -> Installed:
     if is_first:
         from shardwise.engine.module import count_as
 
+        atexit.register(_say_if_nothing_was_sharded)
         _known.clear()
         _known.update(sys.modules)
         count_as((import_module(PLACES[0]).FSDPModule,))
@@ -116,6 +122,7 @@ def uninstall() -> None:
         return
     from shardwise.engine.module import count_as
 
+    atexit.unregister(_say_if_nothing_was_sharded)
     while _bindings:
         module, name, original, ours = _bindings.pop()
         if vars(module).get(name) is ours:
@@ -134,6 +141,20 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Whether `install()` is in force."""
     return bool(_bindings)
+
+
+def _say_if_nothing_was_sharded(is_program: bool = False) -> None:
+    """At the end of the process, on one of its ranks."""
+    from shardwise.engine.module import is_in_use
+
+    dist = sys.modules.get("torch.distributed")
+    is_rank = "RANK" in os.environ or (dist is not None and dist.is_initialized())
+    if is_in_use() or os.environ.get("RANK", "0") != "0" or not (is_rank or is_program):
+        return
+    why = "fully_shard was never called in this process"
+    if "accelerate" in sys.modules:
+        why += "; Accelerate and the Trainer take DDP where there is no accelerator"
+    print(f"shardwise.install: nothing was sharded: {why}", file=sys.stderr, flush=True)
 
 
 # -- names ---------------------------------------------------------------------------------------
@@ -221,6 +242,8 @@ def main(arguments: Sequence[str]) -> None:
     if not program or program[0].startswith("-"):
         sys.exit(USAGE)
     install()
+    atexit.unregister(_say_if_nothing_was_sharded)
+    atexit.register(_say_if_nothing_was_sharded, is_program=True)
     sys.argv = program
     if as_module:
         sys.path[0] = str(Path.cwd())

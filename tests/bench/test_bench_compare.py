@@ -230,5 +230,32 @@ def test_exit_code_files_and_the_last_line(groups, tmp_path, capsys):
 
 def test_a_figure_of_nothing_is_not_drawn(groups, tmp_path: Path):
     groups.behaviour = {"shardwise": {"start_error": broken()}}
-    draw([run(plan_of("shardwise"))], tmp_path / "none.png")
+    draw([run(plan_of("shardwise")).as_json()], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+@pytest.mark.parametrize("with_memory", [False, True])
+def test_what_was_not_measured_is_not_drawn(groups, tmp_path, monkeypatch, with_memory):
+    from matplotlib import pyplot as plt
+
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    result = run(plan_of("shardwise,fsdp2,floor", with_memory=with_memory)).as_json()
+    for row in result["engines"].values():
+        row["step_quartiles_s"] = [row["step_s"], 2 * row["step_s"]]
+    if with_memory:
+        result["engines"]["fsdp2"]["peak_memory_bytes"] = None
+    draw([result], tmp_path / "x.png")
+    times, *memory = shown[0].axes
+    assert (
+        len(memory) == with_memory and [len(axis.patches) for axis in memory] == [2] * with_memory
+    )
+    for number, row in zip(times.texts, reversed(result["engines"].values()), strict=True):
+        assert number.xy[0] >= row["step_quartiles_s"][1] * 1e3  # behind the error bar
+
+
+def test_a_figure_without_matplotlib_is_refused_at_once(monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command.main(["--figure", "x.png"]) == 2
+    assert "--figure: needs matplotlib; pip install matplotlib" in capsys.readouterr().err

@@ -12,6 +12,7 @@ block to a file that later commands and blocks of the page may use.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -86,6 +87,27 @@ def run_block(rank: int, world: int, texts: list[tuple[str, str, str | None]], w
     os.chdir(where)
     sys.path.insert(0, where)
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    warned = _Warnings()
+    logging.getLogger("shardwise").addHandler(warned)
+    try:
+        _run_texts(texts, namespace)
+    finally:
+        logging.getLogger("shardwise").removeHandler(warned)
+    assert warned.texts == []
+
+
+class _Warnings(logging.Handler):
+    """What the engine says on its logger: a program that seeds has nothing to hear of it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _run_texts(texts: list[tuple[str, str, str | None]], namespace: dict[str, Any]) -> None:
     for name, text, error in texts:
         code = compile(text, name, "exec")
         if error is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -237,6 +238,41 @@ def test_launcher(tmp_path: Path, as_module: bool) -> None:
     )
     ours = "shardwise.engine.api"
     assert done.stdout.split("\n")[0] == f"__main__ ['--lr', '1'] {ours} {ours}"
+
+
+SILENT = """
+import os
+import torch
+import torch.distributed as dist
+import shardwise
+shardwise.install()
+dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=0, world_size=1)
+model = torch.nn.Linear(2, 2)
+{}
+"""
+SHARDS = "from torch.distributed.fsdp import fully_shard; fully_shard(model)"
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "said"),
+    [
+        ("model = torch.nn.parallel.DistributedDataParallel(model)", "0", True),
+        ("model = torch.nn.parallel.DistributedDataParallel(model)", "1", False),
+        ("shardwise.uninstall()", "0", False),
+        (SHARDS, "0", False),
+    ],
+)
+def test_nothing_was_sharded(tmp_path: Path, what: str, rank: str, said: bool) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT.format(what)],
+        env={**os.environ, "RANK": rank, "MEETING": str(tmp_path / "meeting")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    line = "shardwise.install: nothing was sharded: fully_shard was never called in this process\n"
+    assert (done.stderr == line) == said, done.stderr
 
 
 def test_launcher_without_a_program() -> None:

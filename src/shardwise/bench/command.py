@@ -7,6 +7,7 @@ mistake (one line on stderr); 130 interrupted. Nothing here needs torch before a
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -196,7 +197,7 @@ def run_plans(
     if figure_file:
         from shardwise.bench.figure import draw
 
-        draw(comparisons, Path(figure_file))
+        draw(result["comparisons"], Path(figure_file))
     print(line)
     return 0 if all(c.is_sound for c in comparisons) else 1
 
@@ -238,6 +239,8 @@ def _check_files(*names: str | None) -> None:
             raise ConfigError(f"{option}: there is no folder {Path(name).resolve().parent}")
         if option == "--figure" and name and Path(name).suffix not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--figure: {name}: expected a name that ends with .png, .svg, .pdf")
+        if option == "--figure" and name and importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("--figure: needs matplotlib; pip install matplotlib")
 
 
 def _count(text: str) -> int:

@@ -55,7 +55,7 @@ def count_ours(model: nn.Module, step: Callable[[], object]) -> Traffic:
         step()
     units = {unit.name: unit for unit in units_in(model)}
     traffic = Traffic()
-    for event in log.codes("AG", "HG", "RS", "AR"):
+    for event in log.codes("AG", "HG", "RS"):
         for bucket, grads in zip(units[event.unit].buckets, units[event.unit].grads, strict=True):
             layout, reduce = bucket.layout, grads.trainable_layout()
             if event.code == "AG" and layout.world > 1:

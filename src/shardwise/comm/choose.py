@@ -110,6 +110,6 @@ def _users_own(transport: Transport) -> Transport:
     if isinstance(transport, type) or not isinstance(transport, Transport):
         raise ValueError(
             f"transport: expected one of {', '.join(NAMES)} or an object with the methods of "
-            f"shardwise.comm.Transport, found {transport!r}"
+            f"shardwise.Transport, found {transport!r}"
         )
     return transport

@@ -202,6 +202,11 @@ def count_as(also: tuple[type, ...]) -> None:
         swapped.__bases__ = (FSDPModule, cls, *also)
 
 
+def is_in_use() -> bool:
+    """Whether any module has been sharded in this process."""
+    return bool(_CLASSES)
+
+
 def adopt_if_new(module: Any) -> None:
     state = state_of(module)
     if state is None:
