@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ranks import run_ranks
 from shardwise.bench.command import parser as bench_parser
@@ -87,6 +88,7 @@ def run_block(rank: int, world: int, texts: list[tuple[str, str, str | None]], w
     os.chdir(where)
     sys.path.insert(0, where)
     namespace: dict[str, Any] = {"__name__": "__main__"}
+    torch.manual_seed(1000 + rank)  # as in processes of their own: seeds are the block's matter
     warned = _Warnings()
     logging.getLogger("shardwise").addHandler(warned)
     try:
