@@ -197,7 +197,7 @@ def run_plans(
     if figure_file:
         from shardwise.bench.figure import draw
 
-        draw(result["comparisons"], Path(figure_file))
+        draw([c.as_json() for c in comparisons], Path(figure_file))
     print(line)
     return 0 if all(c.is_sound for c in comparisons) else 1
 
