@@ -13,11 +13,12 @@ Process groups order collectives by themselves, so entering and leaving the engi
 here: positions only go into error texts. All ranks must issue the same collectives in the same
 order.
 
-Streams (CUDA): everything is enqueued on the caller's current stream, `wait` included, and the
-engine may wait on another stream than it issued on. Staging, shards and gradients are therefore
-marked with `record_stream` where they are used on another stream than they were made on, and held
-by the handle until `wait`: the caller may drop a shard or a gradient once it was handed over. `out`
-is the caller's, who keeps it until `wait` has returned.
+Streams (CUDA): everything is enqueued on the caller's current stream, `wait` included. Who issues
+on a lane waits on that lane, and makes the compute stream wait for it before it computes on. The
+caller may drop a shard or a gradient once it was handed over, though a lane still reads it: these
+two are marked by `used_here`. Staging needs no mark: it goes on the lane that used it last, before
+anything is allocated on another stream that is not behind that lane. `out` is the caller's, who
+keeps it until `wait` has returned. (tests/races holds all of it.)
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from shardwise.comm.staging import (
     PackedGrads,
     ReducePlan,
     ReduceStaging,
-    used_here,
 )
+from shardwise.comm.streams import streams_for
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.comm.watch import ORIGINALS, is_watched
@@ -63,6 +64,7 @@ _WIRE_DTYPES = frozenset(
 )
 
 
+CPU = torch.device("cpu")
 _ABSENT = object()  # is no function's original
 
 
@@ -71,12 +73,14 @@ class C10dTransport:
 
     name = "c10d"
 
-    def __init__(self, shard: Axis, replicate: Axis) -> None:
+    def __init__(self, shard: Axis, replicate: Axis, device: torch.device = CPU) -> None:
+        """`device`: the one that computes. Buffers may lie on the host all the same."""
+        self._device = device
+        self._streams = streams_for(device)
         self._shard = shard
         self._replicate = replicate
         self._position: Position | None = None
         self._num_attached = 0
-        self._device = torch.device("cpu")
         self._sums_by_gloo: bool | None = None  # asked at the first reduction
         checks = (OrderCheck.of(axis) for axis in (shard, replicate))
         self._checks = [check for check in checks if check is not None]
@@ -88,13 +92,11 @@ class C10dTransport:
                 f"{self._shard.size}; "
                 "lay the bucket out for the mesh that the transport serves."
             )
-        if device.type != "meta":
-            self._device = device
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1
         private = {"number": self._num_attached}
-        return Bucket(name, layout, self._shard, self._replicate, buffer, private)
+        return Bucket(name, layout, self._shard, self._replicate, buffer, private, self._streams)
 
     def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         """`shard` may have the stored or the gather dtype and lie on the host; `out` decides."""
@@ -104,6 +106,8 @@ class C10dTransport:
             return DONE
         if not out.numel():
             return DONE
+        if self._streams.is_async:
+            self._streams.used_here(shard)  # whose owner may go while the lane still reads
         plan = GatherPlan.of(bucket)
         custom = bucket.private.get("all_gather")
         staging = None if plan.in_place else GatherStaging.take(bucket, plan, out, custom)
@@ -205,7 +209,7 @@ class C10dTransport:
 
     def wait_for(self, work: Any, what: str) -> None:
         """Wait on the host where that is what the backend does anyway, and watch the time."""
-        if self._checks and self._device.type == "cpu":
+        if self._checks and not self._streams.is_async:
             self._checks[-1 if what.startswith("all_reduce") else 0].wait(work, what)
         else:
             work.wait()
@@ -301,8 +305,6 @@ class _Gather(_Issued):
         self._shard, self._staging = shard, staging  # the collective reads and writes them
 
     def _finish(self) -> None:
-        if not self._shard.is_cpu:
-            used_here(self._shard)
         if self._staging is not None:
             self._staging.unpack()
         del self._shard, self._staging
@@ -328,8 +330,6 @@ class _Reduce(_Issued):
 
     def _finish(self) -> None:
         staging = self._staging
-        if not staging.packed.is_cpu:
-            used_here(staging.packed)
         if not staging.plan.padded:
             staging.plan.unpack_own(staging.packed, self._out)
         elif self._in_place:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.staging import PackedGrads, used_here
+from shardwise.comm.staging import PackedGrads
 from shardwise.comm.transport import DONE, Bucket, Handle
 from shardwise.comm.tree_sum import TreeSum, fold_pieces
 
@@ -48,8 +48,8 @@ def collect(
     works = [issue(bucket, _all_to_all, received, packed, [own] * world, sizes, bucket.shard.group)]
 
     def finish() -> None:
-        used_here(packed)
-        used_here(received)
+        bucket.streams.used_here(packed)
+        bucket.streams.used_here(received)
         for leaf, part in zip(leaves, received.split(own), strict=True):
             if leaf is not None:
                 tree.put(leaf, part[:data], part[own - num :])
@@ -84,8 +84,8 @@ def complete(issue: Issue, handle: MakeHandle, bucket: Bucket, tree: TreeSum) ->
     ]
 
     def finish() -> None:
-        used_here(sent)
-        used_here(received)
+        bucket.streams.used_here(sent)
+        bucket.streams.used_here(received)
         held = received.view(-1, piece).split(num_nodes)
         own = fold_pieces(tree.holdings, [nodes.unbind() for nodes in held])
         whole = own.new_empty(replicas * piece)

@@ -50,13 +50,15 @@ def open_transport(
     key = (choice, *((axis.ranks, id(axis.group)) for axis in (shard, replicate)), mesh)
     transport: Transport | None = opened.get(key)
     if transport is None:
-        transport = opened[key] = _open(choice, shard, replicate, mesh)
+        transport = opened[key] = _open(choice, shard, replicate, device, mesh)
     return transport
 
 
-def _open(choice: str, shard: Axis, replicate: Axis, mesh: tuple[Axis, Axis]) -> Transport:
+def _open(
+    choice: str, shard: Axis, replicate: Axis, device: torch.device, mesh: tuple[Axis, Axis]
+) -> Transport:
     if choice == "c10d":
-        return C10dTransport(shard, replicate)
+        return C10dTransport(shard, replicate, device)
     from shardwise.comm.watched import WatchedTransport
 
     return WatchedTransport(shard, replicate, mesh)

@@ -25,6 +25,7 @@ import torch
 
 from shardwise._torch_compat import chunk_cat, foreach_copy
 from shardwise.comm.blocks import Blocks
+from shardwise.comm.streams import Streams
 from shardwise.comm.transport import Bucket
 from shardwise.layout import Move, Packing, ReduceLayout, pack_grads, pack_shards
 
@@ -36,16 +37,6 @@ _is_contiguous = torch.Tensor.is_contiguous
 
 # Arguments of as_strided: a matrix with one row per rank.
 Rows = tuple[tuple[int, int], tuple[int, int], int]
-
-
-def used_here(tensor: torch.Tensor) -> None:
-    """Keep the allocator from reusing memory before the current stream has passed this point.
-
-    Free on the stream that it was made on.
-    """
-    if not tensor.is_cpu and not tensor.is_meta:
-        streams = torch.get_device_module(tensor.device)
-        tensor.record_stream(streams.current_stream(tensor.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +103,6 @@ class GatherStaging:
 
     def unpack(self) -> None:
         """To the gathered buffer; the memory of this one goes back."""
-        if not self.packed.is_cpu:
-            used_here(self.packed)
         foreach_copy(self._targets, self._sources)
         self._pages.empty()
         self.is_free = True
@@ -205,10 +194,15 @@ class ReducePlan:
 class ReduceStaging:
     """A rank-major buffer, and its views: where each gradient, the padding and the counts go."""
 
-    __slots__ = ("counts", "gaps", "is_free", "ones", "packed", "pages", "plan", "rows", "runs")
+    __slots__ = (
+        *("_ones", "counts", "gaps", "is_free", "packed", "pages", "plan", "rows", "runs"),
+        "streams",
+    )
 
-    def __init__(self, plan: ReducePlan, packed: torch.Tensor, pages: Pages) -> None:
-        self.plan, self.packed, self.pages = plan, packed, pages
+    def __init__(
+        self, plan: ReducePlan, packed: torch.Tensor, pages: Pages, streams: Streams
+    ) -> None:
+        self.plan, self.packed, self.pages, self.streams = plan, packed, pages, streams
         self.is_free = False
         self.runs = tuple(
             tuple((move, move.packed(packed)) for move in moves) for moves in plan.packing.moves
@@ -218,7 +212,15 @@ class ReduceStaging:
         # Where all is cut evenly along dim 0, a row per rank, and what its counts are made of.
         world = plan.layout.world
         self.rows = packed.view(world, -1) if plan.is_even else None
-        self.ones = torch.ones(world, len(plan.layout.indices), device=packed.device)
+        self._ones: dict[torch.dtype, torch.Tensor] = {}
+
+    def ones(self, dtype: torch.dtype) -> torch.Tensor:
+        """Counts of one for each rank and parameter. Kept: a lane that reads them may be behind."""
+        known = self._ones.get(dtype)
+        if known is None:
+            size = (self.plan.layout.world, len(self.plan.layout.indices))
+            known = self._ones[dtype] = torch.ones(size, dtype=dtype, device=self.packed.device)
+        return known
 
     @classmethod
     def take(
@@ -226,13 +228,13 @@ class ReduceStaging:
     ) -> ReduceStaging:
         """The bucket's own buffer, unless it is in use or the user's collective allocates."""
         if bucket.shard.size == 1:
-            return cls(plan, out, Pages(None))  # the result itself
+            return cls(plan, out, Pages(None), bucket.streams)  # the result itself
         known: ReduceStaging | None = bucket.private.get("reduce_staging")
         if known is not None and known.is_free and known.plan is plan and custom is None:
             known.is_free = False
             known.pages.fill()
             return known
-        made = cls(plan, *_allocate(custom, plan.packing.numel, out))
+        made = cls(plan, *_allocate(custom, plan.packing.numel, out), bucket.streams)
         if custom is None:
             bucket.private["reduce_staging"] = made
         return made
@@ -286,12 +288,10 @@ class PackedGrads:
             return False
         if not all(map(_is_contiguous, grads)):
             return False
-        if not staging.packed.is_cpu:
+        if staging.streams.is_async:
             for grad in grads:
-                used_here(grad)
-        if staging.ones.dtype is not dtype:
-            staging.ones = staging.ones.to(dtype)
-        chunk_cat([*grads, staging.ones], self.plan.layout.world, staging.rows)
+                staging.streams.used_here(grad)
+        chunk_cat([*grads, staging.ones(dtype)], self.plan.layout.world, staging.rows)
         self._held = {}
         return True
 
@@ -299,12 +299,13 @@ class PackedGrads:
         """By one call; gradients with strides of their own, one after the other."""
         assert self._staging is not None
         held, self._held, self._held_bytes = self._held, {}, 0
-        targets, sources = [], []
+        targets, sources, streams = [], [], self._staging.streams
         for index, grad in held.items():
+            if streams.is_async:
+                streams.used_here(grad)  # it was held for a lane, perhaps, and goes now
             if not grad.is_contiguous():
                 self._copy(index, grad, adds=False)
                 continue
-            used_here(grad)
             for move, target in self._staging.runs[index]:
                 sources.append(grad.view(move.size) if move.is_all else move.whole(grad))
                 targets.append(target)
@@ -313,8 +314,6 @@ class PackedGrads:
 
     def _copy(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         assert self._staging is not None
-        used_here(self._staging.packed)
-        used_here(grad)  # the engine drops it as soon as this returns
         contiguous = grad.is_contiguous()
         for move, place in self._staging.runs[index]:
             target = place
@@ -345,8 +344,6 @@ class PackedGrads:
         """Write what never arrived, the padding and the counts, and give the buffer away."""
         assert self._staging is not None, "a gradient buffer is reduced once"
         staging = self._staging
-        if not staging.packed.is_cpu:
-            used_here(staging.packed)
         if len(self._held) == len(self._arrived) and self._concatenate():
             self._staging = None
             return staging

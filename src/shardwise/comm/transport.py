@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.streams import NO_STREAMS, Streams
 from shardwise.layout import BucketLayout, ReduceLayout
 
 
@@ -62,6 +63,7 @@ class Bucket:
     replicate: Axis
     buffer: torch.Tensor
     private: dict[str, Any] = field(default_factory=dict)
+    streams: Streams = NO_STREAMS  # of the device that computes; the buffer may lie on the host
 
 
 class Handle(Protocol):

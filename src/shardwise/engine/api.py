@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.choose import open_transport
+from shardwise.comm.streams import streams_for
 from shardwise.comm.transport import Transport
 from shardwise.engine.added import watch_registrations
 from shardwise.engine.audit import synchronize
@@ -29,7 +30,6 @@ from shardwise.engine.module import FSDPModule, swap_class
 from shardwise.engine.optimizers import watch_optimizers
 from shardwise.engine.placing import PlacementFn, Placer
 from shardwise.engine.state import ModuleState
-from shardwise.engine.streams import streams_for
 from shardwise.engine.unit import Unit
 from shardwise.engine.warm_pages import keep_pages_warm
 from shardwise.layout import (

@@ -106,7 +106,7 @@ class UnitSettings:
     def set_post_optim_event(self, event: Any) -> None:
         """The next gathers wait for `event` instead of for all that the compute stream queued."""
         unit = unit_of(self)
-        if event is not None and unit.mesh.device.type != "cpu":
+        if event is not None and unit.streams.is_async:
             unit.streams.wait(event)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:

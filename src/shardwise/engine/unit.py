@@ -29,6 +29,7 @@ from shardwise._torch_compat import (
     graph_task_id,
     outside_transforms,
 )
+from shardwise.comm.streams import Streams
 from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads
@@ -37,7 +38,6 @@ from shardwise.engine.kept_views import Attributes
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped
 from shardwise.engine.shard_tensor import Mark
-from shardwise.engine.streams import Streams
 from shardwise.engine.sum_order import SumOrder
 from shardwise.engine.unit_gradients import UnitGradients, settle_by
 from shardwise.engine.wire import Wire, phase_on
@@ -160,7 +160,7 @@ class Unit(UnitGradients):
         early.
         """
         self.prefetch, self.gather_limit = enabled, gather_limit
-        wanted = self.mesh.device.type != "cpu" if enabled is None else enabled
+        wanted = self.streams.is_async if enabled is None else enabled
         self.overlaps = wanted and not is_unordered(self.transport)
 
     @property

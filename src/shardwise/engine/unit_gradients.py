@@ -18,9 +18,9 @@ from shardwise.engine.sum_order import SumOrder, issue_in_order
 from shardwise.engine.wire import Wire, phase_on
 
 if TYPE_CHECKING:
+    from shardwise.comm.streams import Streams
     from shardwise.engine.bucket import BucketState
     from shardwise.engine.context import Context
-    from shardwise.engine.streams import Streams
 
 # What is asked of all buckets is asked by one `map`, which stays in C.
 _is_complete = attrgetter("is_complete")

@@ -1,6 +1,6 @@
-"""Streams: the one place where the engine orders work on accelerators.
+"""Streams: the one place that orders work on accelerators, and that knows whether there is one.
 
-Three lanes run beside the stream on which the user computes:
+Two lanes run beside the stream on which the user computes:
 
     gather   copy-in, all-gather, copy-out       waits for the compute stream when issued, is
                                                  waited for at first use, by its event
@@ -8,12 +8,15 @@ Three lanes run beside the stream on which the user computes:
              waited for at the end
     compute  the user's stream
 
+All units and transports of a device share one pair of lanes: an allocator keeps memory by stream,
+so what one unit has released serves the next one only where both gather on the same lane.
+
 Lifetimes. A gathered buffer is allocated on the gather lane and read on the compute stream; it is
 released by resizing its storage, which hands the block back to the gather lane's pool. The next
 gather is issued with `lane("gather")`, which first makes the lane wait for everything that the
 compute stream has queued, so the block is never overwritten while a kernel still reads it.
-Gradients are made on the compute stream and read on the reduce lane: their owner (`GradBuffer`)
-    keeps them until its handle is waited for, so no `record_stream` is needed.
+What a stream reads or writes that another one has allocated, and that may be dropped before both
+have met again, is named by `used_here`: its memory is not reused before this stream has passed.
 
 On CPU every method does nothing. `RecordingStreams` notes the calls instead, for golden tests.
 """
@@ -21,14 +24,15 @@ On CPU every method does nothing. `RecordingStreams` notes the calls instead, fo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 
 
 class Streams(Protocol):
-    """What the engine asks for."""
+    """What engine and transports ask for."""
 
     is_async: bool  # waiting for a collective inside a lane holds up the lane, not the host
 
@@ -42,6 +46,12 @@ class Streams(Protocol):
 
     def wait(self, event: Any) -> None:
         """The compute stream waits for the event."""
+        ...
+
+    def used_here(self, tensor: torch.Tensor) -> None:
+        """Keep the allocator from reusing the tensor's memory before the current stream has passed
+        this point. Free on the stream that it was made on.
+        """
         ...
 
 
@@ -59,6 +69,12 @@ class NoStreams:
 
     def wait(self, event: Any) -> None:
         return None
+
+    def used_here(self, tensor: torch.Tensor) -> None:
+        return None
+
+
+NO_STREAMS = NoStreams()
 
 
 class DeviceStreams:
@@ -88,6 +104,10 @@ class DeviceStreams:
         if event is not None:
             self._module.current_stream(self._device).wait_event(event)
 
+    def used_here(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == self._device.type:  # shards on the host are not the allocator's
+            tensor.record_stream(self._module.current_stream(self._device))
+
 
 class RecordingStreams:
     """Writes down what would be ordered: `fork gather`, `join gather`, `event gather`, `wait
@@ -112,9 +132,18 @@ class RecordingStreams:
     def wait(self, event: Any) -> None:
         self.calls.append(f"wait {event}")
 
+    def used_here(self, tensor: torch.Tensor) -> None:
+        return None
 
+
+# How the streams of a device are made, by its type; another one is `DeviceStreams`.
+MAKERS: dict[str, Callable[[torch.device], Streams]] = {
+    "cpu": lambda device: NO_STREAMS,
+    "meta": lambda device: NO_STREAMS,
+}
+
+
+@functools.cache
 def streams_for(device: torch.device) -> Streams:
-    """Streams of a device; none on CPU."""
-    if device.type in ("cpu", "meta"):
-        return NoStreams()
-    return DeviceStreams(device)
+    """The streams of a device, the same for all who ask; none on CPU."""
+    return MAKERS.get(device.type, DeviceStreams)(device)

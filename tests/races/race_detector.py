@@ -1,0 +1,332 @@
+"""Find what accelerator streams would leave unordered, on a CPU and in one process.
+
+The engine runs as on a device whose streams are `Lanes`: they order nothing, and note what would be
+ordered. A dispatch mode sees each operator read and write storages. Vector clocks (one entry a
+stream) then tell whether one access is ordered behind another:
+
+    fork gather      lane.clock = max(lane.clock, compute.clock)
+    wait(event)      compute.clock = max(compute.clock, the lane's when the event was recorded)
+    collective       on a stream of its process group, behind the stream that issued it
+    wait_for(work)   the stream that waits is behind that collective
+
+Two accesses of one storage from two streams, one of them a write, of which neither is ordered
+behind the other are a race. So is memory that its allocator may hand out again too early: a storage
+that is freed goes back to the pool of the stream that allocated it, and the next allocation of that
+stream may get it, unless the streams that used it are ordered or were named by `used_here`.
+
+It looks at storages, not at bytes, and it believes the calls: what a backend does inside of a
+collective, and kernels of an operator that run on streams of their own, are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.comm.blocks import Blocks
+from shardwise.comm.c10d import C10dTransport
+
+Clock = dict[int, int]
+COMPUTE = 0
+
+
+@dataclass
+class Memory:
+    """One storage: who allocated it, which streams were named, the last accesses of each."""
+
+    alive: StorageWeakRef
+    owner: int
+    named: set[int] = field(default_factory=set)
+    accesses: dict[tuple[int, bool], tuple[int, str]] = field(default_factory=dict)
+
+    def unordered_when_freed(
+        self, clocks: dict[int, Clock]
+    ) -> dict[tuple[int, bool], tuple[int, str]]:
+        """Accesses of other streams that the allocator does not know of. For each stream that was
+        named it records an event now, and so knows what that stream is behind of.
+        """
+        events = [clocks[stream] for stream in self.named]
+        return {
+            (stream, wrote): (time, what)
+            for (stream, wrote), (time, what) in self.accesses.items()
+            if stream != self.owner and not any(e.get(stream, -1) >= time for e in events)
+        }
+
+
+class Detector:
+    """Streams are numbers; 0 is the one on which the user computes."""
+
+    def __init__(self) -> None:
+        self.names = {COMPUTE: "compute"}
+        self.clocks: dict[int, Clock] = {COMPUTE: {COMPUTE: 0}}
+        self.current = COMPUTE
+        self.races: Counter[str] = Counter()
+        self.num_launches = 0
+        self.is_paused = False
+        self._ids = itertools.count(1)
+        self._memory: dict[int, Memory] = {}
+        self._freed: dict[int, list[dict[tuple[int, bool], tuple[int, str]]]] = {}
+
+    # -- streams and events ----------------------------------------------------------------------
+    def new_stream(self, name: str) -> int:
+        stream = next(self._ids)
+        self.names[stream] = name
+        self.clocks[stream] = {stream: 0}
+        return stream
+
+    def record(self, stream: int) -> Clock:
+        self._tick(stream)
+        return dict(self.clocks[stream])
+
+    def wait(self, event: Clock, stream: int) -> None:
+        clock = self.clocks[stream]
+        for other, time in event.items():
+            clock[other] = max(clock.get(other, -1), time)
+
+    def _tick(self, stream: int) -> None:
+        self.clocks[stream][stream] += 1
+
+    def _is_behind(self, stream: int, other: int, time: int) -> bool:
+        return self.clocks[stream].get(other, -1) >= time
+
+    # -- memory ----------------------------------------------------------------------------------
+    def launch(
+        self,
+        name: str,
+        reads: list[torch.Tensor],
+        writes: list[torch.Tensor],
+        stream: int | None = None,
+    ) -> None:
+        """An operator runs on a stream, the current one unless it is named."""
+        if self.is_paused:
+            return
+        stream = self.current if stream is None else stream
+        self._tick(stream)
+        self.num_launches += 1
+        what = f"{name} at {where()}"
+        for tensor in reads:
+            self._access(tensor.untyped_storage(), stream, what, writes=False)
+        for tensor in writes:
+            self._access(tensor.untyped_storage(), stream, what, writes=True)
+
+    def allocated(self, storage: torch.UntypedStorage, what: str) -> None:
+        """An empty storage gets memory of the current stream's pool."""
+        self.released(storage)
+        self._memory[storage._cdata] = Memory(StorageWeakRef(storage), self.current)
+        self._reuse(self.current, what)
+
+    def released(self, storage: torch.UntypedStorage) -> None:
+        self._free(storage._cdata)
+
+    def name_user(self, tensor: torch.Tensor) -> None:
+        """`record_stream` of the current stream."""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        if memory is not None and memory.owner != self.current:
+            memory.named.add(self.current)
+
+    def sweep(self) -> None:
+        """Free what nobody holds any more."""
+        for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
+            self._free(key)
+
+    def _free(self, key: int) -> None:
+        memory = self._memory.pop(key, None)
+        if memory is not None and (left := memory.unordered_when_freed(self.clocks)):
+            self._freed.setdefault(memory.owner, []).append(left)
+
+    def _access(
+        self, storage: torch.UntypedStorage, stream: int, what: str, *, writes: bool
+    ) -> None:
+        if storage.nbytes() == 0:
+            return
+        memory = self._memory.get(storage._cdata)
+        if memory is not None and memory.alive.expired():
+            self._free(storage._cdata)
+            memory = None
+        if memory is None:
+            memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage), stream)
+            self._reuse(stream, what)
+        for (other, wrote), (time, before) in memory.accesses.items():
+            if other != stream and (wrote or writes) and not self._is_behind(stream, other, time):
+                self._report(other, wrote, before, stream, "writes" if writes else "reads", what)
+        memory.accesses[stream, writes] = (self.clocks[stream][stream], what)
+
+    def _reuse(self, stream: int, what: str) -> None:
+        """An allocation may take any block of its stream's pool: which one is chance."""
+        for left in self._freed.pop(stream, []):
+            for (other, wrote), (time, before) in left.items():
+                if not self._is_behind(stream, other, time):
+                    self._report(other, wrote, before, stream, "reuses the memory", what)
+
+    def _report(
+        self, other: int, wrote: bool, before: str, stream: int, does: str, what: str
+    ) -> None:
+        names = self.names
+        did = "writes" if wrote else "reads"
+        self.races[f"{names[other]} {did} ({before}); {names[stream]} {does} ({what})"] += 1
+
+
+def where() -> str:
+    """The innermost functions of shardwise that run, for a report."""
+    frame: Any = sys._getframe(2)
+    found: list[str] = []
+    while frame is not None and len(found) < 3:
+        path = frame.f_code.co_filename
+        if "/shardwise/" in path:
+            found.append(f"{path.rpartition('/')[2]}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(found) or "the user's code"
+
+
+class Lanes:
+    """The streams of a device, for the engine and its transports. `left_out` names what a mutant
+    does not do: "fork gather", "fork reduce", "wait gather", "wait reduce", and "used_here" of a
+    function.
+    """
+
+    is_async = True
+
+    def __init__(self, detector: Detector) -> None:
+        self._detector = detector
+        self._lanes = {name: detector.new_stream(name) for name in ("gather", "reduce")}
+        self.left_out: set[str] = set()
+        self.seen: set[str] = set()
+
+    def _does(self, what: str) -> bool:
+        self.seen.add(what)
+        return what not in self.left_out
+
+    @contextlib.contextmanager
+    def lane(self, name: str) -> Iterator[None]:
+        detector, lane = self._detector, self._lanes[name]
+        if self._does(f"fork {name}"):
+            detector.wait(detector.record(detector.current), lane)
+        before, detector.current = detector.current, lane
+        try:
+            yield
+        finally:
+            detector.current = before
+
+    def record(self, name: str) -> Any:
+        return name, self._detector.record(self._lanes[name])
+
+    def wait(self, event: Any) -> None:
+        if event is not None and self._does(f"wait {event[0]}"):
+            self._detector.wait(event[1], self._detector.current)
+
+    def used_here(self, tensor: torch.Tensor) -> None:
+        if self._does(f"used_here in {sys._getframe(1).f_code.co_qualname}"):
+            self._detector.name_user(tensor)
+
+
+class LaneBlocks(Blocks):
+    """Memory of gathered copies and staging: always resized, and the detector is told."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self._detector = detector
+
+    def fill(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        storage.resize_(size_bytes)
+        self._detector.allocated(storage, f"an allocation at {where()}")
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        self._detector.released(storage)
+        storage.resize_(0)
+
+
+class Operators(TorchDispatchMode):
+    """Tells the detector what each operator reads and writes."""
+
+    def __init__(self, detector: Detector) -> None:
+        super().__init__()
+        self._detector = detector
+        self.collective: Callable[[str, list[Any], list[Any]], None] | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        schema = func._schema
+        space, _, name = schema.name.partition("::")
+        if space == "profiler" or name in ("detach", "record_stream", "set_"):
+            return out
+        if space == "c10d":
+            # All of ours write to their first argument; reductions in place have no other.
+            written = tensors_in(args[0])
+            read = tensors_in(args[1]) if len(args) > 1 else []
+            if self.collective is not None:
+                self.collective(name, read, written)
+            return out
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
+            return out  # a view
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
+        for i, argument in enumerate(schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_written else reads).extend(tensors_in(value))
+        known = {t.untyped_storage()._cdata for t in (*reads, *writes)}
+        writes += [t for t in tensors_in(out) if t.untyped_storage()._cdata not in known]
+        self._detector.sweep()
+        self._detector.launch(name, reads, writes)
+        return out
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Plain tensors; what a subclass does arrives as operators on its own."""
+    if isinstance(value, torch.Tensor):
+        return [value] if type(value) in (torch.Tensor, torch.nn.Parameter) else []
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    return []
+
+
+def transport_class(
+    detector: Detector, operators: Operators, left_out: set[str]
+) -> type[C10dTransport]:
+    """c10d with a stream for each process group, as NCCL has it. `left_out`: "work of gather" and
+    "work of reduce" are not waited for.
+    """
+    groups: dict[int, int] = {}
+    events: weakref.WeakKeyDictionary[Any, Clock] = weakref.WeakKeyDictionary()
+
+    class LaneTransport(C10dTransport):
+        def _issue(self, bucket: Any, call: Callable[..., Any], *args: Any) -> Any:
+            stream = groups.get(id(args[-1]))
+            if stream is None:
+                stream = groups[id(args[-1])] = detector.new_stream("group")
+
+            def collective(name: str, read: list[Any], written: list[Any]) -> None:
+                detector.wait(detector.record(detector.current), stream)
+                detector.launch(name, read, written, stream)
+
+            operators.collective = collective
+            try:
+                work = super()._issue(bucket, call, *args)
+            finally:
+                operators.collective = None
+            events[work] = detector.record(stream)
+            return work
+
+        def wait_for(self, work: Any, what: str) -> None:
+            detector.is_paused = True  # what a CPU backend copies on the way is its own
+            try:
+                super().wait_for(work, what)
+            finally:
+                detector.is_paused = False
+            if f"work of {what.partition(' ')[0]}" not in left_out and work in events:
+                detector.wait(events[work], detector.current)
+
+    return LaneTransport
