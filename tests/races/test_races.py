@@ -24,6 +24,7 @@ import shardwise as sw
 from ranks import spawn_ranks
 from shardwise.comm import choose, streams
 from shardwise.comm.blocks import Blocks
+from shardwise.comm.kept import kept
 
 WIDTH = 40
 
@@ -110,8 +111,8 @@ def races_of(left_out: frozenset[str] = frozenset()) -> tuple[dict[str, list[str
         patch.setitem(streams.MAKERS, "cpu", lambda device: lanes)
         patch.setattr(Blocks, "of_process", classmethod(lambda cls: blocks))
         patch.setattr(choose, "C10dTransport", transport_class(detector, operators, set(left_out)))
-        patch.setattr(choose, "_opened", {})
         streams.streams_for.cache_clear()
+        kept("transports").clear()
         with operators:
             for name, run in configurations().items():
                 before = detector.num_launches
