@@ -15,6 +15,10 @@ class ConfigError(ShardwiseError, ValueError):
     """A configuration that cannot be run: a wrong key, value or combination."""
 
 
+class UsageError(ShardwiseError, ValueError, AssertionError):
+    """A call that cannot be; torch's FSDP2 answers it with an AssertionError."""
+
+
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that cannot be written, read or used here."""
 

@@ -120,7 +120,7 @@ def test_policies_have_the_fields_and_defaults_of_torch(policy: type) -> None:
 
 def test_dtypes_of_a_policy() -> None:
     policy = MixedPrecisionPolicy(param_dtype=BF16)
-    assert policy.gather_dtype(F32) == policy.sum_dtype(F32) == BF16
+    assert policy.gather_dtype(F32) == policy.sum_dtype(BF16) == BF16
     assert policy.gather_dtype(torch.int32) == torch.int32
     assert MixedPrecisionPolicy(reduce_dtype=F32).sum_dtype(BF16) == F32
     with pytest.raises(ValueError, match=r"param_dtype: torch.int8 is no floating dtype"):

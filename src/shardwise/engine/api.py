@@ -19,6 +19,7 @@ from shardwise.engine.added import watch_registrations
 from shardwise.engine.audit import synchronize
 from shardwise.engine.build import Found, Plan, find_params, move_buffers, own_modules
 from shardwise.engine.context import Context
+from shardwise.engine.kept_forms import watch_forms
 from shardwise.engine.mesh import (
     ShardMesh,
     default_strategy,
@@ -29,9 +30,10 @@ from shardwise.engine.mesh import (
 from shardwise.engine.module import FSDPModule, swap_class
 from shardwise.engine.optimizers import watch_optimizers
 from shardwise.engine.placing import PlacementFn, Placer
-from shardwise.engine.state import ModuleState
+from shardwise.engine.state import ModuleState, unit_of
 from shardwise.engine.unit import Unit
 from shardwise.engine.warm_pages import keep_pages_warm
+from shardwise.errors import UsageError
 from shardwise.layout import (
     DataParallelMeshDims,
     Lifetime,
@@ -117,6 +119,7 @@ def fully_shard(
     Context().take_in([unit])
     for m in modules:
         swap_class(m, ModuleState(unit))
+        watch_forms(m.modules())
     return module
 
 
@@ -149,18 +152,27 @@ def _checked_modules(module: Any) -> list[nn.Module]:
             raise ValueError(
                 f"fully_shard: expected a module or a list of modules, found {type(m).__name__}"
             )
-        if isinstance(m, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(m, (nn.ModuleList, nn.ModuleDict)) and not _has_forward(m):
             raise ValueError(
                 f"fully_shard does not support containers that do not implement forward: "
                 f"{type(m).__name__}; shard its "
                 "entries, or pass list(module) to make them one unit"
             )
         if isinstance(m, FSDPModule):
-            raise AssertionError(
+            unit = unit_of(m)
+            names = ", ".join(p.name for p in unit.params[:4]) or "no parameter of its own"
+            raise UsageError(
                 "Each distinct composable distributed API can only be applied to a module once. "
-                f"{type(m).__name__} is sharded already"
+                f"{type(m).__name__} is sharded already, as the unit {unit.name!r} ({names}"
+                f"{', ...' if len(unit.params) > 4 else ''}); call fully_shard on it once, "
+                "bottom-up, or on a module around it for what is left"
             )
     return modules
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether somebody can call it: containers of torch leave `forward` to subclasses."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _policy(policy: Any) -> MixedPrecisionPolicy:

@@ -19,7 +19,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import local_of, set_versions, storage_uses
@@ -107,7 +106,7 @@ class BucketState:
         """This rank's part of `origin`, which is whole or sharded alike already, in its place."""
         param = self.params[index]
         if origin.is_meta:
-            return torch.empty(param.own_shape, dtype=self.layout.dtype, device="meta")
+            return torch.empty(param.own_shape, dtype=origin.dtype, device="meta")
         local = self.local_view(index)
         with torch.no_grad():
             local.copy_(own_part(param, origin))
@@ -123,7 +122,12 @@ class BucketState:
         assert registered is not None
         layout, rank = registered.layout, self.own_rank
         p, at = layout.params[index], layout.shard_offsets(rank)[index]
-        return registered.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+        part = registered.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+        return own_storage(self.typed(part))
+
+    def typed(self, part: torch.Tensor) -> torch.Tensor:
+        """A part of a buffer as the parameters are: what lies in buffers is real."""
+        return torch.view_as_complex(part) if self.layout.is_complex else part
 
     @torch.inference_mode(False)
     def make_full(self) -> None:
@@ -141,18 +145,13 @@ class BucketState:
         empty = torch.empty(0, dtype=layout.gather_dtype, device=device)
         self.out = empty.set_(self.storage, start, (layout.full_numel,), (1,))
         for p, param in zip(layout.params, self.params, strict=True):
-            full = torch.empty(0, dtype=layout.gather_dtype, device=device)
+            full, at = empty.new_empty(0), start + p.full_offset
             shape = torch.Size(p.spec.shape)
-            full.set_(
-                self.storage,
-                start + p.full_offset,
-                shape,
-                torch.empty(shape, device="meta").stride(),
-            )
-            param.full = nn.Parameter(
-                param.spread.gathered(full), requires_grad=param.sharded.requires_grad
-            )
-            param.settle_home(param.full)
+            if layout.is_complex:  # not by `typed`: no full parameter is a view of another tensor
+                full, at = full.new_empty(0, dtype=layout.gather_dtype.to_complex()), at // 2
+                shape = shape[:-1]
+            full.set_(self.storage, at, shape, torch.empty(shape, device="meta").stride())
+            param.set_full(param.spread.gathered(full))
         # Autograd saves the outer tensor of a DTensor, or the inner one where a module unwraps it.
         inner = [local_of(p.full) for p in self.params if isinstance(p.full, DTensor)]
         self._fulls = (*(param.full for param in self.params), *inner)
@@ -274,12 +273,7 @@ class BucketState:
         registered = self.registered
         if registered is None:
             return all(param.sharded.is_meta for param in self.params)
-        storage = registered.buffer.untyped_storage().data_ptr()
-        return all(
-            # type: ignore[attr-defined]
-            param.local.untyped_storage().data_ptr() == storage and param.sharded._mark is self.mark
-            for param in self.params
-        )
+        return all(param.is_in_place for param in self.params)
 
     def is_registered(self) -> bool:
         """True when every slot holds the sharded or the full form of its parameter."""
@@ -320,6 +314,19 @@ class BucketState:
     def register_sharded(self) -> None:
         for holder in self._holders or self.holders:
             holder.parameters.update(holder.sharded)
+
+
+@torch.inference_mode(False)
+def own_storage(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: tools take tensors of one storage for tied ones, and
+    `torch.save` writes storages whole. A part without elements gets some memory, for its address.
+    """
+    if part.is_meta or type(part) is not torch.Tensor:
+        return part
+    if not part.numel():
+        return part.new_empty(1)[:0].view(part.shape)
+    flat = torch.from_dlpack(part.detach().reshape(-1).view(torch.uint8))
+    return flat.view(part.dtype).view(part.shape)
 
 
 def own_part(param: ShardedParam, origin: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from shardwise.engine.bucket import BucketState, own_part
 from shardwise.engine.extensions import ExtensionBucket, is_extended
 from shardwise.engine.home import Home
 from shardwise.engine.mesh import ShardMesh, no_axis
-from shardwise.engine.param import ShardedParam, Slot, home_of
+from shardwise.engine.param import Belongings, ShardedParam, Slot, home_of
 from shardwise.engine.placing import Place
 from shardwise.engine.shard_tensor import Mark, ShardTensor
 from shardwise.engine.spread import Spread, spread_of
@@ -34,6 +34,7 @@ from shardwise.layout import (
     Strategy,
     layout_unit,
 )
+from shardwise.layout.policy import goes_with_stats
 
 Tie = tuple[ShardedParam, Slot]
 
@@ -50,6 +51,8 @@ class Found:
     shard_dim: int
     mesh: ShardMesh
     spread: Spread
+    keeps_dtype: bool = False  # see `goes_with_stats`
+    belongings: Belongings | None = None  # of the parameter, if it was managed before
 
     @classmethod
     def again(cls, known: ShardedParam, held: nn.Parameter, slots: list[Slot]) -> Found:
@@ -58,7 +61,9 @@ class Found:
         is_new = held.device_mesh != spread.mesh if isinstance(held, DTensor) else not spread.whole
         if is_new and not (isinstance(held, DTensor) and spread.is_gathered_form(held)):
             spread = spread_of(known.name, held, dim, mesh)
-        return cls(known.name, held, slots, dim, mesh, spread)
+        belongings = known.belongings if known.is_form(held) else None
+        keeps_dtype = known.layout.spec.keeps_dtype
+        return cls(known.name, held, slots, dim, mesh, spread, keeps_dtype, belongings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +140,8 @@ def find_params(
                     full_name = f"{name}{key}"
                     dim, mesh = place_of(full_name, param)
                     spread = spread_of(full_name, param, dim, mesh)
-                    found[id(param)] = Found(full_name, param, [], dim, mesh, spread)
+                    keeps = goes_with_stats(param, owner._buffers)
+                    found[id(param)] = Found(full_name, param, [], dim, mesh, spread, keeps)
                 slots = found[id(param)].slots
                 if all(s[0] is not owner._parameters or s[1] != key for s in slots):
                     slots.append((owner._parameters, key))
@@ -186,7 +192,13 @@ def _buckets_on(
 ) -> list[BucketState]:
     """The buckets of parameters that share a mesh."""
     specs = [
-        ParamSpec(f.name, f.spread.own_shape, f.param.dtype, f.param.requires_grad, f.shard_dim)
+        ParamSpec.of(
+            f.name,
+            f.spread.own_shape,
+            f.param,
+            shard_dim=f.shard_dim,
+            keeps_dtype=f.keeps_dtype,
+        )
         for f in found
     ]
     kind = ExtensionBucket if extended else BucketState
@@ -208,6 +220,8 @@ def _buckets_on(
             ShardedParam(f.name, p, f.slots, f.mesh, f.spread, mark)
             for f, p in zip(members, bucket_layout.params, strict=True)
         ]
+        for f, param in zip(members, params, strict=True):
+            param.belongings = f.belongings
         label = f"{unit_name}:{members[0].name}"
         home = plan.home_of(label, bucket_layout, mesh, extended)
         bucket = kind(label, bucket_layout, params, mesh, transport, mark, plan.offload, home)

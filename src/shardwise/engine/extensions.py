@@ -346,8 +346,7 @@ class ExtensionBucket(BucketState):
                 f"expected at least the {prod(shape)} elements of {tuple(shape)}"
             )
         full = torch.as_strided(made, shape, stride, storage_offset=0)
-        param.full = nn.Parameter(full, requires_grad=param.sharded.requires_grad)
-        param.settle_home(param.full)
+        param.set_full(full)
         return list(inner)
 
     def _own(self, declared: list[torch.Tensor]) -> None:

@@ -21,7 +21,7 @@ from operator import attrgetter, is_
 
 import torch
 
-from shardwise._torch_compat import spec_of, unflatten
+from shardwise._torch_compat import unflatten
 from shardwise.comm.transport import GradBuffer, Handle
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.engine.arrivals import Arrivals
@@ -57,6 +57,14 @@ def mean_scale(world: int, dtype: torch.dtype, divide_by: float | None = None) -
     return Scale(1.0 / before, before / factor)
 
 
+def plain(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as reductions take it: strided and real. A sparse one (embeddings) is filled up,
+    since other ranks have other rows; a complex one is two reals an element.
+    """
+    grad = grad if grad.layout is torch.strided else grad.to_dense()
+    return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
 class BucketGrads:
     """The reduction that a bucket is collecting, and what it keeps between backwards."""
 
@@ -71,6 +79,7 @@ class BucketGrads:
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
         self.tree: TreeSum | None = None  # sums of a reproducible step, see `sum_order`
         self.arrivals = Arrivals(state)
+        self._is_complex = state.layout.is_complex
         self.takes_plain_gradients = all(p.spread.whole is None for p in state.params)
         self._flags: tuple[bool, ...] = ()  # which parameters are in the layout
         self._position: dict[int, int] = {}
@@ -150,7 +159,8 @@ class BucketGrads:
         for index, grad in arrived:
             if index not in positions:
                 raise self._unfrozen(index)
-            put(positions[index], grad)
+            is_plain = grad.layout is torch.strided and not self._is_complex
+            put(positions[index], grad if is_plain else plain(grad))
             there |= 1 << index
         self.arrived |= there
         ledger = self.ledger
@@ -172,7 +182,7 @@ class BucketGrads:
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived that is not to be reduced yet."""
         self.state.params[index].add_partial(
-            grad, self.state.layout.reduce_dtype, self.pending(index)
+            plain(grad), self.state.layout.reduce_dtype, self.pending(index)
         )
         self.ledger.num_taken += 1
 
@@ -319,7 +329,7 @@ class Reduction:
         grads, layout = self.grads, self.layout
         state = grads.state
         grads.ledger.delivered += 1
-        data = self.out if self.out.dtype == state.layout.dtype else self.out.to(state.layout.dtype)
+        data = self.out.to(state.layout.grad_dtype)  # itself where it is so already
         if state.offload:
             data = data.to("cpu")
         receivers = grads.receivers
@@ -342,7 +352,8 @@ class Receivers:
     def __init__(self, state: BucketState, layout: ReduceLayout) -> None:
         self.key = (layout, state.num_forms)  # what it was made for
         self._params = [state.params[i] for i in layout.indices]
-        self._specs = [spec_of(param.sharded) for param in self._params]
+        self._specs = [param.grad_spec for param in self._params]
+        self._is_complex = state.layout.is_complex
         rank = state.own_rank
         pairs = list(zip(layout.params, layout.offsets(rank), strict=True))
         self._places = [(at, p.shard_numel(rank), p.shard_shape(rank)) for p, at in pairs]
@@ -357,7 +368,10 @@ class Receivers:
         """Add this rank's parts to `.grad`; `had`: of which parameters any rank had a gradient,
         None for all.
         """
-        made = ShardTensor.gradients(self._parts(data), self._specs)
+        parts = self._parts(data)
+        if self._is_complex:
+            parts = list(map(torch.view_as_complex, parts))
+        made = ShardTensor.gradients(parts, self._specs)
         for j, (param, grad) in enumerate(zip(self._params, made, strict=True)):
             if had is None or had[j]:
                 param.add_grad(grad, run_hooks=run_hooks)

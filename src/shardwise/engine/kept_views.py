@@ -24,10 +24,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from shardwise._torch_compat import REGISTRY_KEY
+from shardwise.engine import kept_forms
+from shardwise.engine.param import home_of
 
-_OWN = frozenset(vars(nn.Module()))  # names that every module has
-_CONTAINERS = (list, tuple, dict, set)
+_FORM, _VIEW = 1, 2  # what is found in an attribute: a full parameter itself, or a view of one
+_MANY = 64  # entries of a container are not looked at in each step
 
 
 class Attributes:
@@ -54,13 +55,23 @@ class Attributes:
 
     def view_of(self, storages: set[int]) -> str | None:
         """ "module.attribute" of a tensor over one of the storages (data pointers), of what
-        `could_hold` found.
+        `could_hold` found. Full parameters themselves are watched from now on.
         """
         for where, ref, key in self._suspects:
             module = ref()
-            if module is not None and is_over(module.__dict__.get(key), storages):
+            found = 0 if module is None else _over(module.__dict__.get(key), storages)
+            if found == _VIEW:
                 return where
+            if found == _FORM and module is not None:
+                kept_forms.watch_form(module, key)
         return None
+
+    def watch_forms(self) -> None:
+        """Attributes that got parameters at rest follow these from now on."""
+        for _, ref, key in self._suspects:
+            module = ref()
+            if module is not None and module.__dict__.get(key) is not None:
+                kept_forms.watch_form(module, key)
 
     def _look_anew(self, num_names: int) -> None:
         self._num_names = num_names
@@ -70,23 +81,30 @@ class Attributes:
             if module is None:
                 continue
             for key, value in vars(module).items():
-                if key in _OWN or key.startswith(("_shardwise", REGISTRY_KEY)):
-                    continue
-                if value is None or isinstance(value, (torch.Tensor, *_CONTAINERS)):
+                if kept_forms.is_users(key) and (value is None or kept_forms.could_hold(value)):
                     where = f"{name}.{key}" if name else key
                     self._suspects.append((where, ref, key))
 
 
-def is_over(value: Any, storages: set[int], depth: int = 0) -> bool:
+def is_over(value: Any, storages: set[int]) -> bool:
     """Whether a tensor, or one in a container, lies in one of the storages (data pointers)."""
+    return _over(value, storages) > 0
+
+
+def _over(value: Any, storages: set[int], depth: int = 0) -> int:
+    """What of the storages is found in a value, at worst."""
     if value is None:
-        return False
+        return 0
     if isinstance(value, torch.Tensor):
         try:
-            return value.untyped_storage().data_ptr() in storages
+            if value.untyped_storage().data_ptr() not in storages:
+                return 0
         except (NotImplementedError, RuntimeError):  # meta, sparse, subclasses without storage
-            return False
-    if depth < 2 and isinstance(value, _CONTAINERS) and len(value) <= 64:
-        values = value.values() if isinstance(value, dict) else value
-        return any(is_over(v, storages, depth + 1) for v in values)
-    return False
+            return 0
+        home = home_of(value)
+        return _FORM if home is not None and home.is_form(value) else _VIEW
+    if depth < 2:
+        items = kept_forms.items_of(value)
+        if len(items) <= _MANY:
+            return max((_over(v, storages, depth + 1) for v in items), default=0)
+    return 0

@@ -28,6 +28,7 @@ from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, met
 from shardwise.engine.build import own_modules
 from shardwise.engine.context import Context
 from shardwise.engine.copies import copy_attributes, copy_unit
+from shardwise.engine.kept_forms import watch_forms
 from shardwise.engine.kept_views import Attributes
 from shardwise.engine.optimizers import repoint_all
 from shardwise.engine.settings import UnitSettings
@@ -284,6 +285,8 @@ def _watch_attributes(below: list[tuple[str, nn.Module, ModuleState]]) -> None:
         modules.setdefault(state.unit, []).extend((n.removesuffix("."), m) for n, m in own)
     for unit, named in modules.items():
         unit.attributes = Attributes(named)
+        unit.kept_forms.clear()
+    watch_forms(below[0][1].modules())  # the root's
 
 
 def _name_parameters(root: nn.Module) -> None:

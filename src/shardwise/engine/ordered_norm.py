@@ -54,7 +54,7 @@ class Rows:
         gradient = self.gradient
         if isinstance(gradient, DTensor):
             gradient = gradient.to_local() if self.axes else gradient.full_tensor()
-        return _row_values(gradient, norm_type)
+        return _row_values(gradient.abs() if gradient.is_complex() else gradient, norm_type)
 
 
 def ordered_norm(rows: Sequence[Rows], norm_type: float) -> torch.Tensor:

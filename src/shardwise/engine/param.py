@@ -11,6 +11,7 @@ partial   sum of gradients that were not reduced yet (accumulation without sync)
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +27,9 @@ from shardwise.layout import ParamLayout
 
 Slot = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 
-
 _HOME = "_shardwise_home"
+_NOT_USERS = frozenset({_HOME, "_is_param"})
+_SIMPLE = frozenset({torch.Tensor, nn.Parameter, DTensor, ShardTensor})  # nothing of theirs in vars
 
 
 def home_of(tensor: torch.Tensor) -> ShardedParam | None:
@@ -36,11 +38,58 @@ def home_of(tensor: torch.Tensor) -> ShardedParam | None:
     return ref() if ref is not None else None
 
 
+class Belongings:
+    """What users hang on a parameter: attributes, hooks, a class of their own. It belongs to the
+    parameter, whatever form that has: forms share it, so handles of hooks that were set before
+    sharding remove them, and what is set on one form is there on the others.
+    """
+
+    __slots__ = ("accumulate_hooks", "attributes", "hooks", "kind")
+
+    def __init__(self, origin: torch.Tensor) -> None:
+        inner = () if type(origin) in _SIMPLE else vars(origin.detach())
+        self.attributes: dict[str, Any] = {
+            k: v for k, v in vars(origin).items() if k not in _NOT_USERS and k not in inner
+        }
+        self.hooks = origin._backward_hooks or OrderedDict()
+        self.accumulate_hooks = getattr(origin, "_post_accumulate_grad_hooks", None)
+        self.accumulate_hooks = self.accumulate_hooks or OrderedDict()
+        kind = type(origin)
+        is_own = issubclass(kind, nn.Parameter) and not hasattr(kind, "materialize")
+        self.kind: Any = kind if is_own and kind is not nn.Parameter else None
+
+    def give(self, form: torch.Tensor) -> None:
+        """Share the attributes with a form of the parameter."""
+        if vars(form) is self.attributes:
+            return
+        if type(form) in _SIMPLE:
+            self.attributes.update(vars(form))
+            form.__dict__ = self.attributes
+        else:  # a subclass that may keep tensors of its own there
+            for key, value in self.attributes.items():
+                vars(form).setdefault(key, value)
+
+    def give_registered(self, sharded: Any) -> None:
+        """The same, with the hooks: the engine runs those of the registered form."""
+        self.give(sharded)
+        if sharded._backward_hooks is not self.hooks:
+            sharded._backward_hooks = self.hooks
+        if sharded._post_accumulate_grad_hooks is not self.accumulate_hooks:
+            sharded._post_accumulate_grad_hooks = self.accumulate_hooks
+
+    def give_full(self, full: torch.Tensor) -> None:
+        self.give(full)
+        if self.kind is not None and type(full) is nn.Parameter:
+            full.__class__ = self.kind
+
+
 class ShardedParam:
     """See the module docstring. `slots` has more than one entry for tied parameters."""
 
     __slots__ = (
         "__weakref__",
+        "_place",
+        "belongings",
         "between",
         "full",
         "layout",
@@ -74,8 +123,10 @@ class ShardedParam:
         self.mark = mark
         self.sharded: nn.Parameter = None  # type: ignore[assignment]  # set by make_sharded
         self.full: nn.Parameter = None  # type: ignore[assignment]  # set by the bucket
+        self.belongings: Belongings | None = None  # set by the first `make_sharded`
         self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
         self.between: nn.Parameter | None = None  # over a smaller world, see `regroup`
+        self._place = 0  # where its part lies, since it was laid out
         self.partial: torch.Tensor | None = None
         self.partial_grad: ShardTensor | None = None
 
@@ -87,16 +138,10 @@ class ShardedParam:
         self.sharded = make_parameter(
             local, self.spread, self.name, self.mark, origin.requires_grad
         )
+        if origin.grad_dtype != origin.dtype:
+            self.sharded.grad_dtype = origin.grad_dtype
         self.settle_home(origin)
-        self.settle_home(self.sharded)
-        for key, value in vars(origin).items():
-            if key != _HOME and not hasattr(self.sharded, key):
-                setattr(self.sharded, key, value)
-        if origin.requires_grad:
-            for hook in tensor_hooks(origin):
-                self.sharded.register_hook(hook)
-            for accumulate_hook in post_accumulate_hooks(origin):
-                self.sharded.register_post_accumulate_grad_hook(accumulate_hook)
+        self._settle_place(origin)
 
     def settle_home(self, tensor: torch.Tensor) -> None:
         """Leave word on a tensor that this is what it became: tied modules and optimizers ask."""
@@ -109,7 +154,34 @@ class ShardedParam:
             tensor._local_tensor = local.detach()
         tensor._mark, tensor._param_name = self.mark, self.name
         self.sharded = sharded
-        self.settle_home(sharded)
+        self._settle_place(sharded)
+
+    def _settle_place(self, origin: torch.Tensor) -> None:
+        if self.belongings is None:
+            self.belongings = Belongings(origin)
+        self.belongings.give_registered(self.sharded)
+        self.settle_home(self.sharded)
+        self._place = _place_of(self.local)
+
+    @property
+    def is_in_place(self) -> bool:
+        """True while the registered parameter is as it was laid out: its memory, its mark, the
+        dtype of its gradient.
+        """
+        sharded: Any = self.sharded
+        return (
+            sharded._mark is self.mark
+            and home_of(sharded) is self  # `swap_tensors` takes attributes and hooks with it
+            and sharded.grad_dtype in (None, self.grad_spec.tensor_meta.dtype)
+            and _place_of(self.local) == self._place
+        )
+
+    def set_full(self, tensor: torch.Tensor) -> None:
+        """The gathered form, a new one."""
+        self.full = nn.Parameter(tensor, requires_grad=self.sharded.requires_grad)
+        assert self.belongings is not None
+        self.belongings.give_full(self.full)
+        self.settle_home(self.full)
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -117,7 +189,18 @@ class ShardedParam:
         spec = self.layout.spec
         if not spec.shape:
             return ()
-        return (*spec.shape[: spec.shard_dim], self.rows[1], *spec.shape[spec.shard_dim + 1 :])
+        d, shape = spec.shard_dim, spec.shape[: len(spec.shape) - spec.is_complex]
+        return (*shape[:d], self.rows[1], *shape[d + 1 :]) if shape else ()
+
+    @property
+    def grad_spec(self) -> Any:
+        """The DTensor spec of its gradient."""
+        dtype = self.layout.spec.grad_dtype
+        if dtype is None:
+            return spec_of(self.sharded)
+        return self.spread.sharded_spec(
+            dtype.to_complex() if self.layout.spec.is_complex else dtype
+        )
 
     @property
     def local(self) -> torch.Tensor:
@@ -136,10 +219,18 @@ class ShardedParam:
             tensor is self.sharded or tensor is self.full or tensor is self.between
         )
 
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What its slots show now, in place of one of its forms, or of what it was made of."""
+        for parameters, name in self.slots[:1]:
+            held: Any = parameters.get(name)
+            if self.is_form(held):
+                return held
+        return tensor
+
     def local_zeros(self) -> torch.Tensor:
-        """Plain zeros of the local shape, whatever the local tensor's class is."""
-        local = self.local
-        return torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+        """Plain zeros like this rank's part of the gradient."""
+        local, dtype = self.local, self.grad_spec.tensor_meta.dtype
+        return torch.zeros(local.shape, dtype=dtype, device=local.device)
 
     def rename(self, name: str) -> None:
         """The full name, once the root is known; for error texts."""
@@ -162,7 +253,7 @@ class ShardedParam:
         """`.grad` (made of zeros when there is none) stands for what is still to be reduced."""
         grad = self.sharded.grad
         if grad is None:
-            grad = ShardTensor(self.local_zeros(), spec_of(self.sharded), name=f"{self.name}.grad")
+            grad = ShardTensor(self.local_zeros(), self.grad_spec, name=f"{self.name}.grad")
             self.sharded.grad = grad
         elif not isinstance(grad, ShardTensor):
             grad = ShardTensor(local_of(grad), spec_of(grad), name=f"{self.name}.grad")
@@ -202,7 +293,7 @@ class ShardedParam:
                 grad = grad if replaced is None else replaced
             if type(grad) is not ShardTensor:
                 local = local_of(grad) if isinstance(grad, DTensor) else grad
-                grad = ShardTensor(local, spec_of(sharded), name=f"{self.name}.grad")
+                grad = ShardTensor(local, self.grad_spec, name=f"{self.name}.grad")
         existing = sharded.grad
         if existing is None:
             sharded.grad = grad
@@ -211,6 +302,14 @@ class ShardedParam:
         if run_hooks and sharded._post_accumulate_grad_hooks:
             for accumulated in post_accumulate_hooks(sharded):
                 accumulated(sharded)
+
+
+def _place_of(local: torch.Tensor) -> int:
+    """Where its storage is; 0 for subclasses and devices without memory."""
+    try:
+        return local.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def make_parameter(

@@ -133,11 +133,15 @@ def _between(part: _Part, index: int, param: ShardedParam) -> nn.Parameter | Non
         return None
     dim = param.layout.spec.shard_dim
     spread = plain_spread(param.spread.shape, dim, part.mesh)
-    return make_parameter(_own_rows(part, index), spread, param.name, None)
+    between = make_parameter(_own_rows(part, index), spread, param.name, None)
+    assert param.belongings is not None
+    param.belongings.give(between)
+    return between
 
 
 def _own_rows(part: _Part, index: int) -> torch.Tensor:
     """This rank's part of a parameter in the smaller-world buffer."""
     layout, rank = part.bucket.layout, part.mesh.shard.rank
     p, at = layout.params[index], layout.shard_offsets(rank)[index]
-    return part.bucket.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+    rows = part.bucket.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+    return part.state.typed(rows)

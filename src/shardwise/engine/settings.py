@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.state import unit_of, units_in, units_of_modules
+from shardwise.errors import UsageError
 
 
 class UnitSettings:
@@ -60,13 +61,12 @@ class UnitSettings:
         unit_of(self).backward_prefetch = [weakref.ref(u) for u in units_of_modules(modules)]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients of this module and all below by `factor` instead of by the
-        number of ranks.
+        """Divide summed gradients of this module's own unit by `factor` instead of by the number
+        of ranks. Units below have their own.
         """
         if not factor > 0:
             raise ValueError(f"the divide factor must be positive, found {factor}")
-        for unit in units_in(self):
-            unit.divide_by = float(factor)
+        unit_of(self).divide_by = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -113,9 +113,13 @@ class UnitSettings:
         """Accepted for FSDP2's sake: reductions here are sums, scaled afterwards."""
 
     def set_reduce_scatter_max_input_buffers(
-        self, max_input_buffers: int | None, *, recurse: bool = True
+        self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Accepted for FSDP2's sake; changes no number. Two reductions are in flight at most."""
+        """Checked for FSDP2's sake; changes no number. Two reductions are in flight at most."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers: expected an int, found {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected 1 or more, found {max_input_buffers}")
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -128,10 +132,23 @@ class UnitSettings:
         """Accepted for FSDP2's sake; gathers and reductions share the mesh's group here."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted for FSDP2's sake; staging comes from torch's allocator here."""
+        """Accepted for FSDP2's sake; staging comes from torch's allocator here. Not together with
+        custom collectives, which allocate by themselves.
+        """
+        self._check_own_comm("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not there yet; changes no number."""
+        self._check_own_comm("set_symm_mem_for_comm")
         raise NotImplementedError(
             "set_symm_mem_for_comm: symmetric memory is not used here; leave the call out"
         )
+
+    def _check_own_comm(self, method: str) -> None:
+        unit = unit_of(self)
+        for kind, comm in unit.custom_comms.items():
+            raise UsageError(
+                f"{method}: cannot be called on the unit {unit.name!r} when its "
+                f"{kind.replace('_', ' ')} comm is custom: {type(comm).__name__}, which allocates "
+                f"by itself; leave out this call or set_custom_{kind}"
+            )

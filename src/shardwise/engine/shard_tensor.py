@@ -25,6 +25,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -32,7 +33,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise._torch_compat import local_of, make_spec, new_dtensor, new_dtensors, spec_of
+from shardwise._torch_compat import (
+    local_of,
+    make_spec,
+    new_dtensor,
+    new_dtensors,
+    spec_of,
+    strided_shard,
+)
 from shardwise.engine import dispatch_rules as rules
 from shardwise.engine.spread import part_of
 from shardwise.errors import EngineError
@@ -163,6 +171,17 @@ class ShardTensor(DTensor):
             self._mark.count += 1
             self._mark.moved = True
 
+    @property  # type: ignore[override]
+    def grad_dtype(self) -> torch.dtype | None:
+        return torch.Tensor.grad_dtype.__get__(self)  # type: ignore[attr-defined]
+
+    @grad_dtype.setter
+    def grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """A parameter whose gradient gets another dtype is laid out anew before the next pass."""
+        torch.Tensor.grad_dtype.__set__(self, dtype)  # type: ignore[attr-defined]
+        if self._mark is not None:
+            self._mark.moved = True
+
     # -- reading ---------------------------------------------------------------------------------
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         _settle((self,))
@@ -208,19 +227,19 @@ class ShardTensor(DTensor):
             return memo[id(self)]
         _settle((self,))
         copy = _detached_copy(local_of(self).detach().clone(), spec_of(self), self._param_name)
-        copy = _like_parameter(copy, self)
+        memo[id(self)] = copy = _like_parameter(copy, self)
+        copy.__dict__.update(deepcopy(_attributes(self), memo))
         if self.grad is not None:
-            import copy as copies
-
-            copy.grad = copies.deepcopy(self.grad, memo)
-        memo[id(self)] = copy
+            copy.grad = deepcopy(self.grad, memo)
         return copy
 
     def __reduce_ex__(self, proto: Any) -> Any:
         _settle((self,))
         local = local_of(self).detach().clone()
         is_param = getattr(self, "_is_param", False)
-        return _rebuild, (local, spec_of(self), self.requires_grad, is_param, self._param_name)
+        made_of = (local, spec_of(self), self.requires_grad, is_param, self._param_name)
+        attributes = _attributes(self)
+        return _rebuild, (*made_of, attributes) if attributes else made_of
 
 
 # What torch's asynchronous checkpointing copies, slot by slot; the others are the engine's own.
@@ -228,12 +247,28 @@ ShardTensor.__slots__ = ["_local_tensor", "_spec", "_param_name"]
 
 
 def _rebuild(
-    local: torch.Tensor, spec: Any, requires_grad: bool, is_param: bool, name: str
+    local: torch.Tensor,
+    spec: Any,
+    requires_grad: bool,
+    is_param: bool,
+    name: str,
+    attributes: dict[str, Any] | None = None,
 ) -> ShardTensor:
-    tensor = _detached_copy(local, spec, name)
+    tensor: Any = _detached_copy(local, spec, name)
     if is_param:
-        return torch.nn.Parameter(tensor, requires_grad)  # type: ignore[return-value]
-    return tensor.requires_grad_(requires_grad)  # type: ignore[return-value]
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    tensor.__dict__.update(attributes or {})
+    return tensor.requires_grad_(requires_grad)
+
+
+def _attributes(tensor: ShardTensor) -> dict[str, Any]:
+    """Those that users have set."""
+    own = ("_is_param", "_shardwise_home", "_write_back")
+    return {key: value for key, value in vars(tensor).items() if key not in own}
+
+
+# `torch.load` by its defaults makes only what is named: tensors, specs and meshes are by torch.
+torch.serialization.add_safe_globals([_rebuild, type(strided_shard(0, 2))])
 
 
 def _detached_copy(local: torch.Tensor, spec: Any, name: str) -> ShardTensor:
@@ -242,8 +277,12 @@ def _detached_copy(local: torch.Tensor, spec: Any, name: str) -> ShardTensor:
 
 def _like_parameter(copy: ShardTensor, source: ShardTensor) -> ShardTensor:
     if getattr(source, "_is_param", False):
-        return torch.nn.Parameter(copy, source.requires_grad)  # type: ignore[return-value]
-    return copy.requires_grad_(source.requires_grad)  # type: ignore[return-value]
+        copy = torch.nn.Parameter(copy, source.requires_grad)  # type: ignore[assignment]
+    else:
+        copy.requires_grad_(source.requires_grad)
+    if source.grad_dtype != source.dtype:
+        copy.grad_dtype = source.grad_dtype
+    return copy
 
 
 _local, _mark = attrgetter("_local_tensor"), attrgetter("_mark")

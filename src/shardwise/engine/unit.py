@@ -34,6 +34,7 @@ from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads
 from shardwise.engine.home import Home
+from shardwise.engine.kept_forms import KeptForm
 from shardwise.engine.kept_views import Attributes
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped
@@ -80,6 +81,8 @@ class Unit(UnitGradients):
         self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
         self._regrouped: Regrouped | None = None
+        self.kept_forms: dict[tuple[int, str], KeptForm] = {}  # by module and attribute
+        self.custom_comms: dict[str, Any] = {}  # the user's "all_gather", "reduce_scatter"
         self._build(found)
         self.context: Context  # set when a context takes the unit in
 
@@ -128,10 +131,11 @@ class Unit(UnitGradients):
         self._find_wires()
 
     def _tell_transport(self) -> None:
-        """Leave word on transport buckets whose gradients they carry."""
+        """Leave word on transport buckets whose gradients they carry, and by whose collectives."""
         for grads in self.grads:
             if grads.state.bucket is not None:
                 grads.state.bucket.private["grads"] = weakref.ref(grads)
+                grads.state.bucket.private.update(self.custom_comms)
 
     def _find_wires(self) -> None:
         """The wires that this unit's collectives go over, the transports of its gathers, and the
@@ -283,9 +287,8 @@ class Unit(UnitGradients):
             self.set_prefetch(self.prefetch, self.gather_limit)
             self.reshard()
             self._rebuild()
-        for bucket in self.buckets:
-            if bucket.bucket is not None:
-                bucket.bucket.private[kind] = comm
+        self.custom_comms[kind] = comm
+        self._tell_transport()
 
     def tie(self, ties: list[Tie]) -> None:
         """Register, in slots of this unit's modules, parameters that belong to other units.
@@ -393,6 +396,13 @@ class Unit(UnitGradients):
         self._shows_shards = False
         for bucket in self.buckets:
             bucket.register_full()
+        if self.kept_forms:
+            self._renew_kept_forms()
+
+    def _renew_kept_forms(self) -> None:
+        """Other places that hold its parameters show what is registered."""
+        for kept in list(self.kept_forms.values()):
+            kept.renew()
 
     def _make_usable(self) -> None:
         """Gathered, complete, and registered."""
@@ -406,6 +416,8 @@ class Unit(UnitGradients):
         self._shows_shards = True
         for bucket in self.buckets:
             bucket.register_sharded()
+        if self.kept_forms:
+            self._renew_kept_forms()
 
     def reshard(self, after: str = "") -> None:
         """Register the shards and release the full copy."""
@@ -445,6 +457,8 @@ class Unit(UnitGradients):
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
+        if self.attributes is not None and self.attributes.could_hold:
+            self.attributes.watch_forms()
         self._make_usable()
         self.watch_gradients()
         self._modules_run += 1
@@ -511,6 +525,7 @@ class Unit(UnitGradients):
         self.reshard()
         self._regrouped.register()
         self._shows_shards = False
+        self._renew_kept_forms()
 
     def _check_unwritten(self) -> None:
         """What somebody wrote into a gathered copy is lost with it: say so while it is there."""

@@ -55,7 +55,10 @@ def padding_pays(padded_numel: int, exact_numel: int, dtype: torch.dtype) -> boo
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout has to know of a parameter; `cuts=None` means even cuts of `shard_dim`."""
+    """What the layout has to know of a parameter; `cuts=None` means even cuts of `shard_dim`.
+
+    What moves and adds up is real: a complex parameter has its real dtype here and a last dim of 2.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -63,6 +66,29 @@ class ParamSpec:
     requires_grad: bool = True
     shard_dim: int = 0
     cuts: Cuts | None = None
+    is_complex: bool = False
+    keeps_dtype: bool = False  # whatever a policy says of the gathered copy
+    grad_dtype: torch.dtype | None = None  # of `.grad`, where the user asked for another
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        param: torch.Tensor,
+        *,
+        shard_dim: int = 0,
+        keeps_dtype: bool = False,
+    ) -> ParamSpec:
+        """That of a parameter; `shape` is that of the part which is cut."""
+        dtype, grad_dtype, is_complex = param.dtype, param.grad_dtype, param.dtype.is_complex
+        grad_dtype = None if grad_dtype == dtype else grad_dtype
+        if is_complex:
+            dtype, shape = dtype.to_real(), (*shape, 2)
+            grad_dtype = grad_dtype and grad_dtype.to_real()
+        keeps_dtype = keeps_dtype or is_complex
+        trains = param.requires_grad
+        return cls(name, shape, dtype, trains, shard_dim, None, is_complex, keeps_dtype, grad_dtype)
 
     @property
     def numel(self) -> int:
@@ -127,6 +153,16 @@ class BucketLayout:
     reduce_dtype: torch.dtype
     world: int
     replicas: int = 1
+
+    @cached_property
+    def is_complex(self) -> bool:
+        """Pairs of its elements are complex numbers."""
+        return self.params[0].spec.is_complex
+
+    @cached_property
+    def grad_dtype(self) -> torch.dtype:
+        """Of the gradients that it delivers."""
+        return self.params[0].spec.grad_dtype or self.dtype
 
     @cached_property
     def full_numel(self) -> int:
@@ -229,10 +265,13 @@ def group_by_dtype(
     gather_dtype_of: dict[str, torch.dtype],
     reduce_dtype_of: dict[str, torch.dtype],
 ) -> list[list[ParamSpec]]:
-    """Parameters in groups of equal (stored, gather, reduce) dtype, each where its first was."""
-    groups: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[ParamSpec]] = {}
+    """Parameters in groups of equal dtypes (stored, gather, reduce, gradient), complex ones by
+    themselves; each group where its first was.
+    """
+    groups: dict[tuple[torch.dtype | bool | None, ...], list[ParamSpec]] = {}
     for spec in specs:
-        key = (spec.dtype, gather_dtype_of[spec.name], reduce_dtype_of[spec.name])
+        gather, reduce = gather_dtype_of[spec.name], reduce_dtype_of[spec.name]
+        key = (spec.is_complex, spec.dtype, gather, reduce, spec.grad_dtype)
         groups.setdefault(key, []).append(spec)
     return list(groups.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -43,9 +44,17 @@ class MixedPrecisionPolicy:
         """Dtype of the gathered copy of a parameter that is stored as `stored`."""
         return self.param_dtype if self.param_dtype and stored.is_floating_point else stored
 
-    def sum_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """Dtype in which its gradients are summed."""
-        return self.reduce_dtype or self.gather_dtype(stored)
+    def sum_dtype(self, arrives: torch.dtype) -> torch.dtype:
+        """Dtype in which gradients are summed that arrive, or are wanted, in `arrives`."""
+        return self.reduce_dtype or arrives
+
+
+def goes_with_stats(param: torch.Tensor, buffers: Mapping[str, torch.Tensor | None]) -> bool:
+    """Whether a parameter stands beside running statistics (batch norm) of its dtype. Kernels want
+    both in one dtype, and policies never touch buffers: so the parameter keeps its own.
+    """
+    stats = buffers.get("running_mean")
+    return stats is not None and stats.dtype == param.dtype
 
 
 @dataclass(frozen=True)

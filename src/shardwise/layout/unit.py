@@ -82,7 +82,7 @@ class UnitLayout:
     @property
     def grad_bytes(self) -> int:
         """Bytes of the sharded gradients of the rank that owns most."""
-        return sum(r.counts_offset * r.bucket.dtype.itemsize for r in self._last_reduces)
+        return sum(r.counts_offset * r.bucket.grad_dtype.itemsize for r in self._last_reduces)
 
     @property
     def refreshes(self) -> tuple[Collective, ...]:
@@ -126,8 +126,8 @@ def layout_unit(
     replicas: int = 1,
 ) -> UnitLayout:
     """Sort parameters into buckets and lay each one out."""
-    gather = {s.name: policy.gather_dtype(s.dtype) for s in specs}
-    reduce = {s.name: policy.sum_dtype(s.dtype) for s in specs}
+    gather = {s.name: s.dtype if s.keeps_dtype else policy.gather_dtype(s.dtype) for s in specs}
+    reduce = {s.name: policy.sum_dtype(s.grad_dtype or gather[s.name]) for s in specs}
     buckets = tuple(
         layout_bucket(
             group,

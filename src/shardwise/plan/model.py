@@ -26,6 +26,7 @@ from shardwise.layout import (
     layout_unit,
     strategy_named,
 )
+from shardwise.layout.policy import goes_with_stats
 from shardwise.layout.unit import Collective
 
 _MOMENTS = 2  # AdamW
@@ -165,5 +166,6 @@ def _specs(model: nn.Module, group: Sequence[str], seen: set[int]) -> list[Param
                 continue
             seen.add(id(param))
             full = f"{name}.{key}" if name else key
-            specs.append(ParamSpec(full, tuple(param.shape), param.dtype, param.requires_grad))
+            keeps = goes_with_stats(param, module.get_submodule(key.rpartition(".")[0])._buffers)
+            specs.append(ParamSpec.of(full, tuple(param.shape), param, keeps_dtype=keeps))
     return specs
