@@ -553,3 +553,77 @@ def test_float8_and_fp32_in_one_unit(rank: int, world: int, transport: str) -> N
     shard(torch_fsdp.fully_shard, theirs, mesh=line(world))
     shard(sw.fully_shard, ours, mesh=line(world), transport=transport)
     assert losses(ours, rank) == losses(theirs, rank)
+
+
+class Blocked(Scaled):
+    """Knows the operations that FSDP2 cuts by, and no other: no slice but of the whole length."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        name = func._opname
+        if name == "slice" and (args[2], args[3]) != (0, args[0].shape[0]):
+            raise NotImplementedError(f"slice {args[1:]}")
+        known = "split new_zeros slice copy_ detach view as_strided empty_like clone".split()
+        if name not in known:
+            raise NotImplementedError(name)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class WithAdapter(nn.Module):
+    """A frozen base and a trainable low-rank branch."""
+
+    def __init__(self, base: Any, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(base, requires_grad=False)
+        self.a, self.b = nn.Linear(dim, 4, bias=False), nn.Linear(4, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+    def base(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight)
+
+
+def as_plain_over_steps(make: Any, dim: int) -> None:
+    plain, model = make(), make()
+    sw.fully_shard(model)
+    x = torch.linspace(-1, 1, 3 * dim).view(3, dim)
+    opts = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        for m in (plain, model)
+    ]
+    for _ in range(3):
+        outs = [m(x) for m in (plain, model)]
+        torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-6)
+        for out, opt in zip(outs, opts, strict=True):
+            out.square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+
+
+@on_ranks(2, 3)
+def test_cut_by_the_operations_that_fsdp2_uses(rank: int, world: int) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        return WithAdapter(Blocked.of(torch.randn(12, 12)), 12)
+
+    as_plain_over_steps(make, 12)
+
+
+@on_ranks(2)
+def test_frozen_nf4_weights_of_torchao(rank: int, world: int) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.quantization import to_nf4
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4
+
+    class Nf4(WithAdapter):
+        """With torchao's own linear."""
+
+        def base(self, x: torch.Tensor) -> torch.Tensor:
+            return linear_nf4(x, self.weight)
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return Nf4(to_nf4(torch.randn(256, 256)), 256)
+
+    as_plain_over_steps(make, 256)

@@ -177,7 +177,8 @@ class ExtensionBucket(BucketState):
     def shard_for(self, index: int, origin: torch.Tensor) -> torch.Tensor:
         """The subclass instance that this rank keeps of `origin`.
 
-        Cut like FSDP2 does, by the operations that such subclasses therefore have.
+        Cut like FSDP2 does, by the operations that such subclasses therefore have: `chunk`,
+        `new_zeros`, `narrow` of the whole length, `copy_`.
         """
         param, rank = self.params[index], self.mesh.shard.rank
         if isinstance(origin, DTensor):
@@ -189,7 +190,8 @@ class ExtensionBucket(BucketState):
                 whole = whole.to(self.mesh.device)
             padded = whole.new_zeros((p.cuts.size(0), *p.spec.shape[1:]))
             own = padded.narrow(0, 0, p.cuts.size(rank))
-            own.copy_(whole.narrow(0, p.cuts.start(rank), p.cuts.size(rank)))
+            if p.cuts.size(rank):
+                own.copy_(torch.chunk(whole, p.cuts.world)[rank])
         return own
 
     def fresh_shard(self, index: int) -> torch.Tensor:
