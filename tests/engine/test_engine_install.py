@@ -258,7 +258,6 @@ SHARDS = "from torch.distributed.fsdp import fully_shard; fully_shard(model)"
     [
         ("model = torch.nn.parallel.DistributedDataParallel(model)", "0", True),
         ("model = torch.nn.parallel.DistributedDataParallel(model)", "1", False),
-        ("shardwise.uninstall()", "0", False),
         (SHARDS, "0", False),
     ],
 )
