@@ -243,6 +243,23 @@ def test_what_one_rank_tells(tmp_path: Path, which: str, row: int, result: str, 
     assert set(numbers.grads) <= set(numbers.weights)
 
 
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_is_not_cut(width: int) -> None:
+    import io
+
+    from rich.console import Console
+
+    from shardwise.doctor.table import show
+
+    row = Row("3 ranks", "2 ranks, hybrid_full_optimizer, shared_memory", "PASS", "to the last bit")
+    row.step_s = row.waiting = row.moved_bytes = row.peak_bytes = 1
+    out = io.StringIO()
+    show(Console(file=out, width=width), [row], "job.toml")
+    text = out.getvalue()
+    assert "hybrid_full_optimizer, shared_memory" in text and "to the last bit" in text
+    assert "…" not in text and all(len(line) <= width for line in text.splitlines())
+
+
 def test_short_names_of_strategies(tmp_path: Path) -> None:
     args = command.parser().parse_args(["--strategies=zero3,DDP,full_shard"])
     assert command.plan_of(args, tmp_path).strategies == ("full_shard", "no_shard")

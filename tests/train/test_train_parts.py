@@ -102,6 +102,21 @@ def test_console_draws_a_bar_on_a_terminal(monkeypatch):
     assert "val_loss 1.2500" in shown
 
 
+@pytest.mark.parametrize(
+    ("width", "shown", "left_out"), [("70", "norm", "lr "), ("200", "lr ", "…")]
+)
+def test_the_bar_leaves_out_what_has_no_room(monkeypatch, width, shown, left_out):
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("COLUMNS", width)
+    console = Console(total_steps=1000, line_every=2, silent=False)
+    console.start(0)
+    row = {"step": 1, "loss": 1.5, "grad_norm": 2.0, "lr": 0.1, "epoch": 0.1, "step_time_s": 0.1}
+    text = console._fitting(row | {"tokens_per_s": 12345.0})
+    console.stop()
+    assert shown in text and left_out not in text and "tokens/s" in text and "loss" in text
+
+
 def test_arguments():
     found = parse(["job.toml", "--nproc", "3", "--train.steps=5", "--mesh.shard", "-1"])
     assert (found.config_file, found.nproc, found.port) == ("job.toml", 3, 0)

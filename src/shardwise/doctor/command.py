@@ -79,7 +79,7 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
 
 def _run(args: argparse.Namespace, plan: Plan) -> int:
     from shardwise.doctor.ladder import climb
-    from shardwise.doctor.table import LEGEND, as_json, table_of
+    from shardwise.doctor.table import LEGEND, as_json, show
     from shardwise.train.columns import console_of
 
     signal.signal(signal.SIGTERM, _interrupt)
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
     if args.json:
         print(json.dumps(result, indent=1))
     else:
-        out.print(table_of(rows, _title(plan)))
+        show(out, rows, _title(plan))
         out.print(LEGEND, style="dim")
         failed = sum(row.result == "FAIL" for row in rows)
         verdict = "interrupted" if interrupted else "PASS"

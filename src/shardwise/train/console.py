@@ -46,11 +46,19 @@ class Console:
     def step(self, row: dict[str, Any]) -> None:
         step = row["step"]
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=_short(row))
+            self._progress.update(self._task, completed=step, description=self._fitting(row))
             if "val_loss" in row:
                 self.say(self._line(row))
         elif step % self._every == 0 or step == self._total or "val_loss" in row:
             self.say(self._line(row))
+
+    def _fitting(self, row: dict[str, Any]) -> str:
+        """What has room beside the bar; loss and speed in any case."""
+        beside = len("step  / bar  0:00:00") + 2 * len(str(self._total))
+        parts = _parts(row)
+        while len(parts) > 2 and len("  ".join(parts)) + beside > self._progress.console.width:
+            del parts[-2]
+        return "  ".join(parts)
 
     def stop(self) -> None:
         if self._progress is not None:
@@ -65,9 +73,13 @@ _NOT_OF_THE_MODEL = {"step", "loss", "grad_norm", "lr", "epoch", "step_time_s", 
 
 
 def _short(row: dict[str, Any]) -> str:
-    """One line: the losses, what else the model logs, then norm, rate and speed."""
+    return "  ".join(_parts(row))
+
+
+def _parts(row: dict[str, Any]) -> list[str]:
+    """The losses, what else the model logs, then norm, rate and speed."""
     others = [k for k in row if k not in _NOT_OF_THE_MODEL and not k.endswith("_per_s")]
     parts = [f"{name} {row[name]:.4f}" for name in ["loss", *others]]
     parts += [f"norm {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}"]
     parts += [f"{row[k]:,.0f} {k[:-6]}/s" for k in row if k.endswith("_per_s")]
-    return "  ".join(parts)
+    return parts
