@@ -226,3 +226,14 @@ def test_gradients_in_a_dtype_of_their_own(
         torch.testing.assert_close(grad, want[name], rtol=1e-5, atol=1e-7)
     copied = __import__("copy").deepcopy(model)
     assert copied[0].weight.grad_dtype == torch.float32
+
+
+@on_ranks(4)
+def test_norms_of_complex_gradients_with_empty_shards(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.w = nn.Parameter(torch.randn(3, 2, dtype=torch.cfloat))
+    want = torch.linalg.vector_norm(model.w.detach())
+    sw.fully_shard(model)
+    for norm in (torch.linalg.vector_norm(model.w), torch.nn.utils.get_total_norm([model.w])):
+        torch.testing.assert_close(full(norm.detach()), want)

@@ -227,11 +227,10 @@ EMPTY_FILL: dict[Any, float] = {
 
 def neutral(local: torch.Tensor, fill: float) -> torch.Tensor:
     """A stand-in for an empty shard, with one neutral row where it has none."""
-    if not local.dtype.is_floating_point:
+    value = fill
+    if fill and not local.dtype.is_floating_point:
         limits = torch.iinfo(local.dtype)
-        value: float = 0 if fill == 0 else (limits.min if fill < 0 else limits.max)
-    else:
-        value = fill
+        value = limits.min if fill < 0 else limits.max
     return local.new_full([max(size, 1) for size in local.shape], value)
 
 
