@@ -188,7 +188,9 @@ def test_writes_are_seen_on_two_by_two(rank: int, world: int) -> None:
 
 @on_ranks(2, 3)
 def test_a_write_on_one_rank_reaches_the_others(rank: int, world: int) -> None:
-    """Kept copies are whole: a rank that changes its rows changes those of everybody."""
+    """Kept copies are whole: a rank that changes its rows changes those of everybody, at the next
+    forward with gradients. Without, ranks go by what they wrote themselves.
+    """
     for setting in settings("shard_optimizer", "shard_grad_op", "full_shard"):
         plain = make(Uneven)
         model = setting.shard(copy.deepcopy(plain), world)
@@ -204,8 +206,8 @@ def test_a_write_on_one_rank_reaches_the_others(rank: int, world: int) -> None:
                 if writer < len(rows):
                     rows[writer].mul_(2.0)
                 assert torch.equal(p.to_local(), part(q, p))
-            for _ in range(2):
-                with torch.no_grad():
+            for has_grad in (True, False):
+                with torch.set_grad_enabled(has_grad):
                     assert torch.equal(model(x), plain(x)), f"{setting}: rank {writer} wrote"
 
 

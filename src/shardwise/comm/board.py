@@ -42,6 +42,7 @@ class Board:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
+        self.in_phase: dict[Any, None] = {}  # the order checks of this rank in which a phase is on
         self._questions: _Questions | None = None
 
     def set(self, key: str, text: str) -> None:

@@ -45,7 +45,7 @@ from shardwise.comm.board import (
     text_of,
 )
 from shardwise.comm.limits import wait_limit_s, warn_after_s
-from shardwise.comm.transport import Axis, Position
+from shardwise.comm.transport import Axis, Position, remark_on
 from shardwise.errors import DivergenceError, PeerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class OrderCheck:
         before, self._kind = self._kind, (position.phase, position.unit)
         self._phase += 1
         self._position = position
+        self._board.in_phase[self] = None
         self._issued, self._names = [], []
         self._as_remembered = self._followers.get(before) == self._kind
         self._remembered = self._orders.get(self._kind, [])
@@ -127,9 +128,11 @@ class OrderCheck:
             self._last = f"{self._issued[-1].partition(' ')[0]} of {self._names[-1]}"
         assert self._kind is not None
         self._orders[self._kind] = self._issued
-        mine = [zlib.crc32(" ".join(self._issued).encode()), len(self._issued)]
+        done = " ".join([*self._kind, *self._issued])
+        mine = [zlib.crc32(done.encode()), len(self._issued)]
         self._tell_end(mine, text_of(position))
         self._position = None
+        self._board.in_phase.pop(self, None)
         theirs = self._entry_of(self._neighbour)
         if theirs is None:
             waiting = f"the end of {text_of(position)}"
@@ -155,6 +158,7 @@ class OrderCheck:
         self._tell_end([ABANDONED, len(self._issued)], "a phase by an exception")
         self._board.set(f"{self._mesh}/trouble", json.dumps([self._phase, self._rank, reason]))
         self._position = self._kind = None
+        self._board.in_phase.pop(self, None)
         self._orders.clear()
         self._followers.clear()
 
@@ -209,6 +213,7 @@ class OrderCheck:
                 f"rank {self._rank} is in {' of unit '.join(map(str, self._kind or ()))!r}, rank "
                 f"{rank} in {' of unit '.join(said[1])!r}",
                 so_far="are to issue",
+                remark=remark_on(self._kind[0] if self._kind else "", said[1][0]),
             )
         for i, (mine, theirs) in enumerate(zip(self._issued, said[2], strict=False)):
             if mine != theirs:
@@ -220,11 +225,11 @@ class OrderCheck:
                     so_far="are to issue",
                 )
 
-    def _diverged(self, how: str, so_far: str = "issued") -> DivergenceError:
+    def _diverged(self, how: str, so_far: str = "issued", remark: str = "") -> DivergenceError:
         phase = self._kind[0] if self._kind else "a phase"
         return DivergenceError(
             f"rank {self._rank} and rank {self._neighbour} {so_far} different collectives in "
-            f"{phase}: {how}. {_REMEDY}"
+            f"{phase}: {how}. {_REMEDY}{'.' if remark else ''}{remark}"
         )
 
     def _entry_of(self, rank: int) -> list[Any] | None:
@@ -301,6 +306,7 @@ class _Watch:
     def __init__(self, check: OrderCheck, what: str, position: Position | None) -> None:
         self._check, self._what, self._position = check, what, position
         self._told, self._warn_at = False, warn_after_s()
+        self._has_said = False
         self._look_at = min(STALL_S, wait_limit_s())
 
     def look(self, waited_s: float) -> None:
@@ -311,8 +317,11 @@ class _Watch:
         if not self._told:
             self._told = True
             post_whereabouts(check._board, f"{text_of(self._position)}, waits for {self._what}")
-            check._say()
-        check.check_trouble()
+        for each in list(check._board.in_phase):  # a peer may wait in any of them
+            if not self._has_said:
+                each._say()
+            each.check_trouble()
+        self._has_said = True
         if waited_s > wait_limit_s():
             raise PeerTimeoutError(
                 explain(self._what, self._position, waited_s) + f"\n{_REMEDY}. If a rank may "

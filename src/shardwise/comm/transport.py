@@ -45,8 +45,22 @@ class Position:
     """Where a rank is, for fences and for error texts."""
 
     step: int
-    phase: str  # "forward" | "backward" | "unshard" | "state_dict" | ...
+    phase: str  # "forward" | WITHOUT_GRADIENTS | "backward" | "unshard" | "state_dict" | ...
     unit: str
+
+
+WITHOUT_GRADIENTS = "forward without gradients"
+
+
+def remark_on(*phases: str) -> str:
+    """What explains best that ranks met in these phases."""
+    if len(set(phases)) == 1 or WITHOUT_GRADIENTS not in phases:
+        return ""
+    return (
+        f" Copies that are kept serve a {WITHOUT_GRADIENTS} by themselves; a rank enters one with "
+        "the others only when it has written to its parameters since (or has released them): do "
+        "so on all ranks, or on none."
+    )
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

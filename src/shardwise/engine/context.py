@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_compat import graph_task
 from shardwise.comm.board import wait_for
+from shardwise.comm.transport import WITHOUT_GRADIENTS
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.backward_end import end_now
 from shardwise.engine.gradients import BucketGrads
@@ -37,6 +38,7 @@ from shardwise.errors import EngineError
 from shardwise.events import EventLog
 
 _wires = attrgetter("wires")
+_serves_alone = attrgetter("serves_alone")
 
 
 class Context:
@@ -56,6 +58,8 @@ class Context:
         self.num_tokens: float | None = None  # since the last reduction; None: losses are means
         self.is_accumulating = False  # a backward without sync has left partial gradients
         self.has_run = False
+        self.is_alone = False  # a forward that copies serve which are kept, outside of any phase
+        self.may_hold = False  # copies that users asked to keep may be there, on any rank
         self.torn: list[Torn] = []  # gradients that an exception left half done
         self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
         self._reached: set[weakref.ref[Unit]] = set()  # without sync, see `reduce_partials`
@@ -68,6 +72,7 @@ class Context:
 
     def take_in(self, units: Iterable[Unit]) -> None:
         for unit in units:
+            self.may_hold |= hasattr(unit, "context") and unit.context.may_hold
             unit.context = self
             if all(ref() is not unit for ref in self._units):
                 self._units.append(weakref.ref(unit))
@@ -93,6 +98,14 @@ class Context:
         if graph_task() is not None:
             self.backward_pass()  # a recomputation may come before any other sign of the backward
             return False
+        try:
+            self._begin_forward(name)
+        except BaseException:
+            self.abandon()
+            raise
+        return True
+
+    def _begin_forward(self, name: str) -> None:
         if self.backward is not None:
             self.abandon()  # its end was never reached: an exception ended it
             self.depth = 1
@@ -101,12 +114,18 @@ class Context:
         for unit in self.units:
             if unit.mark.moved or not unit.is_registered():
                 unit.refresh()  # before the phase, whose fence tells the peers of new buffers
-        self._enter("forward", name)
-        first, self.has_run = not self.has_run, True
-        # Before its first pass nobody holds a copy.
-        self.agree_on_stale_copies([u for u in self.units if not first or u.homes])
+        has_grad = torch.is_grad_enabled()
+        self.is_alone = not has_grad and all(map(_serves_alone, self.units))
+        if self.is_alone:
+            self.entered.append({})
+        else:
+            self._enter("forward" if has_grad else WITHOUT_GRADIENTS, name)
+            # Before its first pass nobody holds a copy.
+            first = not (self.has_run or self.may_hold)
+            self.agree_on_stale_copies([u for u in self.units if not first or u.homes])
+            self.may_hold |= not has_grad
+        self.has_run = True
         self.prefetch.begin_forward()
-        return True
 
     def end_call(self, name: str, outermost: bool) -> None:
         self.depth -= 1
@@ -116,7 +135,7 @@ class Context:
             if unit._modules_run:
                 unit.rest_after_forward()
         self.prefetch.end_forward()
-        self.latest_call = None
+        self.latest_call, self.is_alone = None, False
         self._leave("forward", name)
 
     def fail_call(self, outermost: bool) -> None:
@@ -138,6 +157,8 @@ class Context:
         at their next use, shards that replicas share out (`home`) at once.
         """
         kept = [u for u in units if u.transports and (u.keeps_between_steps or u.homes)]
+        if self.may_hold:
+            kept = [u for u in units if u.transports and (u in kept or u.may_be_kept)]
         if not kept:
             return
         # Units that are not held count too: ranks differ in that after an exception.
@@ -176,9 +197,9 @@ class Context:
         for unit in self.units:
             if backward is not None:
                 self.torn += torn_in(unit)
-            unit.abandon()
+            unit.abandon(keep=self.is_alone)
         self.order.clear()
-        self.latest_call = None
+        self.latest_call, self.is_alone = None, False
         self.prefetch.forget()
         self._reached.clear()
         self.depth = 0
@@ -279,6 +300,10 @@ class Context:
         if not self.order:
             self.prefetch.forget()
         self.tokens_reduced()
+        if self.may_hold:
+            self.may_hold = False
+            for unit in self.units:
+                unit.was_unsharded = False
         self._leave("backward", "")
 
     def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:

@@ -107,6 +107,8 @@ class Unit(UnitGradients):
         self.is_held = False  # a gathered copy exists or is on its way
         self.is_stale = False  # ... but somebody wrote to the shards since
         self.gathered_at = -1
+        self.is_unsharded = False  # by the user, until it is resharded or its backward is over
+        self.was_unsharded = False  # ... on all ranks alike: since the last backward
         self.in_double_backward = False
         self.hides_outputs = False  # no hook reaches the last forward's tensors: stays gathered
         self._handles: Sequence[Handle] = ()
@@ -196,9 +198,25 @@ class Unit(UnitGradients):
         return self.gathered_at == self.mark.count
 
     @property
+    def is_kept_by_wish(self) -> bool:
+        """Forwards without gradients leave its copy there, because the user said so."""
+        return self.is_unsharded or not (self.reshard_after_forward or self.root_rule)
+
+    @property
+    def may_be_kept(self) -> bool:
+        """On some rank; says the same on all."""
+        return self.was_unsharded or not (self.reshard_after_forward or self.root_rule)
+
+    @property
+    def serves_alone(self) -> bool:
+        """A forward without gradients needs nothing of other ranks, as far as this one knows."""
+        return not self.transports or (self.is_held and self.is_fresh and not self.is_behind)
+
+    @property
     def is_behind(self) -> bool:
         """What it keeps between forwards is older than this rank's shards, or is not there."""
-        if self.keeps_between_steps and not (self.is_held and self.is_current_copy):
+        is_kept = self.keeps_between_steps or self.may_be_kept
+        if is_kept and not (self.is_held and self.is_current_copy):
             return True
         return any(home.gathered_at != self.mark.count for home in self.homes)
 
@@ -336,6 +354,12 @@ class Unit(UnitGradients):
             self._issue_gather()
 
     def _issue_gather(self) -> None:
+        if self.transports and self.context.is_alone:
+            raise EngineError(
+                f"the unit {self.name!r} must be gathered in the middle of a forward without "
+                "gradients that began with all copies current: its parameters were written, or "
+                "resharded, inside that forward. Write before the forward, on all ranks"
+            )
         if self.is_held:
             self.wait_unshard()
         if self.context.log is not None:
@@ -422,6 +446,7 @@ class Unit(UnitGradients):
     def reshard(self, after: str = "") -> None:
         """Register the shards and release the full copy."""
         self.use_shards()
+        self.is_unsharded = False
         if not self.is_held:
             return
         if self._handles or self._gathered is not None:
@@ -440,11 +465,17 @@ class Unit(UnitGradients):
         """
         self.forget_dead_slots()
         if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
-            self.reshard()
+            if self.is_kept_by_wish and self.is_held and self.is_current_copy:
+                self.use_shards()
+            else:
+                self.reshard()
 
     def start_user_unshard(self) -> None:
         if self.mark.moved:
             self.refresh()
+        if self.context.is_alone and self.serves_alone:
+            return
+        self.is_unsharded = self.was_unsharded = self.context.may_hold = True
         with phase_on(self.wires, "unshard", self.name):
             if self.homes and graph_task() is None:  # a backward uses the values of its forward
                 self.context.agree_on_stale_copies([self])
@@ -492,6 +523,9 @@ class Unit(UnitGradients):
             return
         if self.keeps_between_steps:
             self.use_shards()
+        elif self.is_kept_by_wish and not torch.is_grad_enabled():
+            if not self.is_unsharded:
+                self.use_shards()
         elif self.releases_after_forward() or not torch.is_grad_enabled():
             self._check_kept_views()
             if self.is_held and self.strategy.forward_world and torch.is_grad_enabled():
@@ -570,13 +604,16 @@ class Unit(UnitGradients):
         self._check_unwritten()
         if self._regrouped is not None:
             self._regrouped.is_kept = False
+        self.is_unsharded = False
         if self.keeps_between_steps:
             self.use_shards()
         elif self.reshard_after_backward:
             self.reshard("backward")
 
-    def abandon(self) -> None:
-        """An exception ended a pass: back to rest, without what it collected."""
+    def abandon(self, *, keep: bool = False) -> None:
+        """An exception ended a pass: back to rest, without what it collected. `keep`: copies that
+        other ranks keep too, who know nothing of it.
+        """
         if self.sum_order is not None:
             self.sum_order.fail()
         for grads in self.grads:
@@ -588,7 +625,7 @@ class Unit(UnitGradients):
         self.in_double_backward = self.hides_outputs = False
         if self._regrouped is not None:
             self._regrouped.is_kept = False
-        if self.keeps_between_steps:
+        if self.keeps_between_steps or (keep and self.is_kept_by_wish):
             self.use_shards()
         else:
             self.reshard()

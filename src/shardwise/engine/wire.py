@@ -48,7 +48,11 @@ class Wire:
     def enter(self, phase: str, unit: str) -> int:
         """Returns the number of the outermost phase, which `leave` and `is_in` must name."""
         if self.depth == 0:
-            self.transport.enter(Position(self.step, phase, unit))
+            try:
+                self.transport.enter(Position(self.step, phase, unit))
+            except BaseException:
+                self.transport.abandon()  # it may have told peers that it comes
+                raise
             self.epoch += 1
             self._phase = phase
         self.depth += 1

@@ -62,7 +62,7 @@ class Access:
 def open_access(shard: Axis, replicate: Axis) -> Access | str:
     """Access to all ranks of the mesh, or the reason why there is none: the same on all ranks."""
     rank = shard.ranks[shard.rank]
-    card, arena = _prepare(rank)
+    card, arena = _prepare(rank, shard.size * replicate.size)
     cards: list[Card] = sorted(exchange(shard, replicate, card), key=lambda c: c.rank)
     reason = next((f"rank {c.rank}: {c.trouble}" for c in cards if c.trouble), None)
     if reason or arena is None:
@@ -100,13 +100,13 @@ def _all_gather(axis: Axis, item: Any) -> list[Any]:
     return items
 
 
-def _prepare(rank: int) -> tuple[Card, Arena | None]:
+def _prepare(rank: int, num_ranks: int) -> tuple[Card, Arena | None]:
     card = Card(rank)
     trouble = futex.unsupported()
     if trouble:
         return replace(card, trouble=trouble), None
     try:
-        arena = Arena(f"shardwise-{rank}", HEAD_BYTES)
+        arena = Arena(f"shardwise-{rank}", HEAD_BYTES, num_ranks)
         control = Control(arena)
         control.nonce = secrets.token_bytes(16)
         control.pid, control.rank = os.getpid(), rank

@@ -1,10 +1,11 @@
 """The memory that one rank shows to its peers: an anonymous memfd, mapped once, used in ranges.
 
-    | control block | bucket directory .... | range | range | (hole) | range | ...    1 TiB, sparse
+    | control block | bucket directory .... | range | range | (hole) | range | ...    sparse
       '- control.py                           '- shard buffers and mailbox slots
 
 One file per rank, so that one descriptor gives access to everything that is allocated later: peers
-map it once and see new ranges without a call. The size is address space only; pages exist where
+map it once and see new ranges without a call. The size (1 TiB of up to 16 ranks, 256 GiB of 64) is
+address space only, 16 TiB for a domain; pages exist where
 somebody wrote. Releasing a range punches a hole (MADV_REMOVE), which takes the pages away from
 every mapping at once: peers have nothing to drop. A memfd has no name in /dev/shm and lives as
 long as a process has it open, so nothing survives `kill -9`, and the size of /dev/shm is no limit.
@@ -27,7 +28,8 @@ from collections.abc import Callable
 
 import torch
 
-_SIZES_BYTES = (1 << 40, 1 << 36)  # the second for processes under a limit on address space
+_ALL_BYTES = 1 << 44  # address space for the arenas of one domain: an eighth of what a process has
+_SIZES_BYTES = (1 << 40, 1 << 36)  # of one; the second for processes under a limit
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -62,8 +64,8 @@ class Mapping:
 class Arena(Mapping):
     """This rank's own file."""
 
-    def __init__(self, name: str, head_bytes: int) -> None:
-        fd, size = _create(name)
+    def __init__(self, name: str, head_bytes: int, num_ranks: int) -> None:
+        fd, size = _create(name, num_ranks)
         super().__init__(fd, size)
         self._pid = os.getpid()
         self._free = [(_pages(head_bytes), size)]
@@ -128,11 +130,19 @@ def _release(
     released.append((offset, size))
 
 
-def _create(name: str) -> tuple[int, int]:
+def arena_bytes(num_ranks: int) -> tuple[int, ...]:
+    """Sizes to try for each of so many arenas, which every rank maps all of; several domains fit
+    beside each other.
+    """
+    share = _ALL_BYTES >> (num_ranks - 1).bit_length()
+    return tuple(min(size, share) for size in _SIZES_BYTES)
+
+
+def _create(name: str, num_ranks: int) -> tuple[int, int]:
     """A sparse file of the largest size that this process may map."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     failure: OSError | None = None
-    for size in _SIZES_BYTES:
+    for size in arena_bytes(num_ranks):
         try:
             os.ftruncate(fd, size)
             _map(fd, size)

@@ -47,7 +47,7 @@ from shardwise.comm.shared_memory.control import (
     hash_of,
 )
 from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
-from shardwise.comm.transport import Axis, Bucket, Position, Transport
+from shardwise.comm.transport import Axis, Bucket, Position, Transport, remark_on
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
@@ -167,11 +167,13 @@ class Domain:
         # Positions first: they stand until this rank leaves, and are the better error.
         for i in self.others:
             if self.controls[i].position != self.own.position:
+                # `step N, PHASE, unit 'NAME'`
+                theirs = self.controls[i].text.split(", ")[1]
                 raise DivergenceError(
                     f"rank {self.ranks[self.me]} is at {self.own.text}, rank {self.ranks[i]} at "
                     f"{self.controls[i].text}: all ranks of a mesh must run the same forwards and "
                     "backwards in the same order. Look for a branch that depends on the rank or "
-                    "on local data."
+                    "on local data." + remark_on(self.position.phase, theirs)
                 )
         self.check_gone()
         self.is_watched = any(c.watched == phase for c in self.controls)
