@@ -73,6 +73,16 @@ def test_a_gradient_scaler_over_replicas(engine: str, rank: int, world: int) -> 
         same = [torch.equal(a, b) for a, b in zip(before, now, strict=True)]
         assert all(same) != is_finite and any(same) != is_finite
     assert scaler.get_scale() == 2.0
+    if engine != "torch":  # an inf of one replica alone: torch's other replicas step
+        scaler.scale(model(inputs(rank)).sum()).backward()
+        if rank == 0:
+            next(model.parameters()).grad.to_local()[0, 0] = float("inf")
+        before = [p.full_tensor() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        for a, p in zip(before, model.parameters(), strict=True):
+            assert torch.equal(a, p.full_tensor())
+        assert scaler.get_scale() == 1.0
 
 
 @engines

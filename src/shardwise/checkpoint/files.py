@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shardwise.checkpoint.bounded import open_regular
 from shardwise.errors import CheckpointError
 
 BLOCK_BYTES = 2**20
@@ -126,10 +127,7 @@ class CheckedFile:
 
     def __init__(self, path: Path, entry: FileEntry | None = None) -> None:
         self.path, self._entry, self._held = path, entry, -1
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
+        self._descriptor = open_regular(path)
         self.size_bytes = os.fstat(self._descriptor).st_size
         if entry is not None and self.size_bytes != entry.size_bytes:
             self.close()
@@ -140,11 +138,7 @@ class CheckedFile:
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fills `out` (bytes) with what stands at `offset`."""
-        if offset < 0 or offset + len(out) > self.size_bytes:
-            raise CheckpointError(
-                f"{self.path}: damaged: bytes {offset} to {offset + len(out)} are wanted, the "
-                f"file has {self.size_bytes}"
-            )
+        self._check_span(offset, len(out))
         if self._entry is None:
             self._pread(offset, out)
             return
@@ -156,10 +150,18 @@ class CheckedFile:
             out[done : done + take] = memoryview(self._block)[start : start + take]
             done += take
 
-    def read(self, offset: int, size_bytes: int) -> bytes:
+    def read(self, offset: int, size_bytes: int) -> bytearray:
+        self._check_span(offset, size_bytes)
         buffer = bytearray(size_bytes)
         self.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
+        return buffer
+
+    def _check_span(self, offset: int, size_bytes: int) -> None:
+        if offset < 0 or offset + size_bytes > self.size_bytes:
+            raise CheckpointError(
+                f"{self.path}: damaged: bytes {offset} to {offset + size_bytes} are wanted, the "
+                f"file has {self.size_bytes}"
+            )
 
     def verify(self, part: int = 0, num_parts: int = 1) -> None:
         """Reads every `num_parts`-th block, from `part`; CheckpointError at the first bad one."""

@@ -7,7 +7,6 @@ one `torch.save` archive. Chunks are read one at a time.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.bounded import counts, max_metadata_bytes, shape_of
 from shardwise.checkpoint.boxes import Box, tiling_problem
 from shardwise.checkpoint.files import CheckedFile
-from shardwise.checkpoint.guarded import Record, load_torch, read_dcp_metadata
-from shardwise.checkpoint.import_torch import collect_objects, our_key, weights_only
+from shardwise.checkpoint.guarded import Record, read_dcp_metadata
+from shardwise.checkpoint.import_torch import Found, our_key
 from shardwise.checkpoint.index import TensorInfo
 from shardwise.checkpoint.store import MANIFEST
+from shardwise.checkpoint.torch_file import load_torch
 from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -34,8 +35,10 @@ class DcpSource:
         self.ties: dict[str, str] = {}
         self._files: dict[str, CheckedFile] = {}
         self._last: tuple[Any, Tensor] | None = None
+        self._objects_bytes = 0
+        self._data_bytes = sum(p.stat().st_size for p in path.glob("*.distcp"))
         try:
-            self._read_metadata(read_dcp_metadata(path / METADATA))
+            self._read_metadata(read_dcp_metadata(path / METADATA, self._data_bytes))
         except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
             raise CheckpointError(f"{path / METADATA}: not as expected: {error}") from None
 
@@ -47,27 +50,34 @@ class DcpSource:
             start = getattr(index, "offset", None)  # fields at their defaults are not pickled
             offset = tuple(start) if start is not None else None
             spans.setdefault(index.fqn, {})[offset] = info
-        tensors: dict[str, tuple[TensorInfo, list[tuple[Box, Any]]]] = {}
-        objects: dict[str, Any] = {}
+        found = Found(str(self.path))
         for name, entry in metadata.state_dict_metadata.items():
-            path = tuple(paths.get(name, (name,)))
-            key = name if is_ours else our_key(path, str(self.path))
+            parts = tuple(paths.get(name, (name,)))
+            key = name if is_ours else our_key(parts, str(self.path))
             if hasattr(entry, "chunks"):
-                tensors[key] = self._tensor(name, entry, spans.get(name, {}))
+                found.add_tensor(key, parts, self._tensor(name, entry, spans.get(name, {})))
             else:
-                objects[key] = self._item(name, spans[name][None])
-        tensors = weights_only(tensors)
+                found.add_object(key, parts, self._object(name, spans[name][None]))
+        tensors = found.weights()
         self.tensors = {key: info for key, (info, _) in tensors.items()}
         self._chunks = {key: chunks for key, (_, chunks) in tensors.items()}
-        self.objects = collect_objects(objects)
+        self.objects = found.values()
+
+    def _object(self, name: str, span: Any) -> Any:
+        """A value that is no tensor; all of them stay."""
+        self._objects_bytes += counts([span.length], name)[0]
+        if self._objects_bytes > max_metadata_bytes(self._data_bytes):
+            raise CheckpointError(f"{self.path}: {name}: its values are too many to be read")
+        return self._item(name, span)
 
     def _tensor(
         self, name: str, entry: Any, spans: dict[Any, Any]
     ) -> tuple[TensorInfo, list[tuple[Box, Any]]]:
-        shape = tuple(entry.size)
+        shape = shape_of(entry.size, f"{self.path}: {name}")
         chunks = []
         for chunk in entry.chunks:
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            where = f"{self.path}: {name}: a part"
+            box = Box(counts(chunk.offsets, where), shape_of(chunk.sizes, where))
             span = spans.get(box.start, spans.get(None))
             if span is None:
                 raise CheckpointError(f"{self.path}: {name}: the part at {box.start} is nowhere")
@@ -84,10 +94,11 @@ class DcpSource:
             )
         if span.relative_path not in self._files:
             if Path(span.relative_path).name != span.relative_path:
-                raise CheckpointError(f"{self.path}: {name}: lies at {span.relative_path!r}")
+                raise CheckpointError(f"{self.path}: {name}: lies at {span.relative_path[:60]!r}")
             self._files[span.relative_path] = CheckedFile(self.path / span.relative_path)
-        content = self._files[span.relative_path].read(span.offset, span.length)
-        return load_torch(io.BytesIO(content), f"{self.path / span.relative_path}: {name}")
+        offset, length = counts([span.offset, span.length], f"{self.path}: {name}")
+        content = self._files[span.relative_path].read(offset, length)
+        return load_torch(content, f"{self.path / span.relative_path}: {name}")
 
     def read(self, key: str, box: Box, out: Tensor) -> None:
         for stored, span in self._chunks[key]:

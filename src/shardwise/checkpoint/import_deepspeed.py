@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.bounded import read_metadata, shape_of, short
 from shardwise.checkpoint.boxes import Box
-from shardwise.checkpoint.guarded import load_torch
 from shardwise.checkpoint.index import TensorInfo
 from shardwise.checkpoint.state import EXTRA, MODEL, OPTIM
+from shardwise.checkpoint.torch_file import load_torch
 from shardwise.errors import CheckpointError
 
 _MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -49,15 +50,19 @@ class _Flat:
 
 def find_tag(path: Path) -> Path | None:
     """The folder with the files: `path`, or the one that `latest` names. None if there is none."""
-    if path.is_dir() and any(_MODEL_FILE.fullmatch(p.name) for p in path.iterdir()):
+    if _has_files(path):
         return path
     latest = path / "latest"
-    if not latest.is_file():
+    if not latest.exists():
         return None
-    tag = latest.read_text().strip()
-    if not re.fullmatch(r"[\w.-]+", tag) or not (path / tag).is_dir():
-        raise CheckpointError(f"{latest}: names {tag!r}, which is no folder beside it")
-    return find_tag(path / tag)
+    tag = read_metadata(latest).decode(errors="replace").strip()
+    if not re.fullmatch(r"\w[\w.-]*", tag) or not (path / tag).is_dir():
+        raise CheckpointError(f"{latest}: names {short(tag)}, which is no folder beside it")
+    return path / tag if _has_files(path / tag) else None
+
+
+def _has_files(path: Path) -> bool:
+    return path.is_dir() and any(_MODEL_FILE.fullmatch(p.name) for p in path.iterdir())
 
 
 class DeepSpeedSource:
@@ -95,7 +100,7 @@ class DeepSpeedSource:
         for group, shapes in enumerate(first["param_shapes"]):
             self._add_group(shapes, optims, group)
         for alias, name in (first.get("shared_params") or {}).items():
-            if MODEL + name in self.tensors:
+            if MODEL + name in self.tensors and MODEL + alias not in self.tensors:
                 self.ties[MODEL + alias] = MODEL + name
         for key in ("global_steps", "global_samples", "ds_version"):
             if isinstance(first.get(key), int | str):
@@ -113,14 +118,15 @@ class DeepSpeedSource:
             else:
                 scalars[slot] = value
         offset, world = 0, len(optims)
+        if any(p.dim() != 1 for parts in flats.values() for p in parts):
+            raise CheckpointError(f"{self.path}: the tensors of group {group} are not flat")
         for name, shape in shapes.items():
-            numel = math.prod(shape)
-            length = -(-numel // world)
+            length = -(-math.prod(shape_of(shape, f"{self.path}: {name}")) // world)
             for slot, parts in flats.items():
                 key = MODEL + name if slot == MODEL else f"{OPTIM}{name}.{slot}"
                 if any(offset + length > p.numel() for p in parts):
                     raise CheckpointError(f"{self.path}: {name}: lies outside of the flat tensors")
-                self.tensors[key] = TensorInfo(parts[0].dtype, tuple(shape))
+                self._add(key, parts[0].dtype, shape)
                 self._flat[key] = _Flat(tuple(parts), offset, length)
             for slot, value in scalars.items():
                 key = f"{OPTIM}{name}.{slot}"
@@ -134,13 +140,20 @@ class DeepSpeedSource:
         shapes = models[0].get("frozen_param_shapes") or {}
         for name, shape in shapes.items():
             parts = [m["frozen_param_fragments"][name].flatten() for m in models]
-            key = MODEL + name
-            self.tensors[key] = TensorInfo(parts[0].dtype, tuple(shape))
-            self._flat[key] = _Flat(tuple(parts), 0, parts[0].numel())
+            length = min(part.numel() for part in parts)
+            if math.prod(shape_of(shape, f"{self.path}: {name}")) > length * len(parts):
+                raise CheckpointError(f"{self.path}: {name}: its {len(parts)} parts are too short")
+            self._add(MODEL + name, parts[0].dtype, shape)
+            self._flat[MODEL + name] = _Flat(tuple(parts), 0, length)
 
     def _add_whole(self, key: str, tensor: Tensor) -> None:
-        self.tensors[key] = TensorInfo(tensor.dtype, tuple(tensor.shape))
+        self._add(key, tensor.dtype, tensor.shape)
         self._whole[key] = tensor
+
+    def _add(self, key: str, dtype: torch.dtype, shape: Any) -> None:
+        if key in self.tensors:
+            raise CheckpointError(f"{self.path}: {key} stands there twice")
+        self.tensors[key] = TensorInfo(dtype, shape_of(tuple(shape), f"{self.path}: {key}"))
 
     def read(self, key: str, box: Box, out: Tensor) -> None:
         shape = self.tensors[key].shape
@@ -194,7 +207,7 @@ def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 def _partitions(optim: Any) -> int:
     count = optim["partition_count"]
-    return max(count) if isinstance(count, list) else count
+    return max(count) if isinstance(count, list) else int(count)
 
 
 def _stage(optim: Any) -> Any:

@@ -17,10 +17,11 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardwise.checkpoint.bounded import short
 from shardwise.checkpoint.boxes import Box
-from shardwise.checkpoint.guarded import load_torch
 from shardwise.checkpoint.index import TensorInfo
 from shardwise.checkpoint.state import EXTRA, GROUPS, MODEL, OPTIM
+from shardwise.checkpoint.torch_file import load_torch
 from shardwise.errors import CheckpointError
 
 MODEL_ROOTS = ("model", "state_dict", "model_state_dict", "module", "network")
@@ -63,15 +64,53 @@ def torch_source(path: Path) -> TensorSource:
     value = load_torch(path, str(path))
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a state dict, found a {type(value).__name__}")
-    tensors: dict[str, Tensor] = {}
-    objects: dict[str, Any] = {}
+    found = Found(str(path))
     for keys, leaf in _leaves(value, ()):
         key = our_key(keys, str(path))
         if isinstance(leaf, Tensor) and not key.startswith(GROUPS):
-            tensors[key] = leaf
+            found.add_tensor(key, keys, leaf)
         else:
-            objects[key] = leaf
-    return TensorSource(path, weights_only(tensors), collect_objects(objects))
+            found.add_object(key, keys, leaf)
+    return TensorSource(path, found.weights(), found.values())
+
+
+class Found:
+    """Tensors and values under our keys, where they were found. Nested names are joined by dots, so
+    two may come to have one key: an error, never the last one."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._paths: dict[str, tuple[Any, ...]] = {}
+        self._tensors: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
+
+    def add_tensor(self, key: str, path: tuple[Any, ...], value: Any) -> None:
+        self._note(key, path)
+        self._tensors[key] = value
+
+    def add_object(self, key: str, path: tuple[Any, ...], value: Any) -> None:
+        self._note(key, path)
+        self._objects[key] = value
+
+    def _note(self, key: str, path: tuple[Any, ...]) -> None:
+        if (other := self._paths.setdefault(key, path)) is not path:
+            raise CheckpointError(
+                f"{self._where}: {short(other)} and {short(path)} would both become {key}; rename "
+                "one, or save only one of them"
+            )
+
+    def weights(self) -> dict[str, Any]:
+        """The tensors. A state dict without a root holds nothing but weights: then `extra.` means
+        `model.`."""
+        if any(k.startswith(MODEL) for k in self._tensors):
+            return self._tensors
+        return {
+            MODEL + k.removeprefix(f"{EXTRA}.") if k.startswith(f"{EXTRA}.") else k: v
+            for k, v in self._tensors.items()
+        }
+
+    def values(self) -> dict[str, Any]:
+        return collect_objects(self._objects)
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
@@ -100,16 +139,6 @@ def our_key(path: tuple[Any, ...], where: str) -> str:
     return ".".join([EXTRA, *map(str, path)])
 
 
-def weights_only(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A state dict without a root holds nothing but weights: then `extra.` means `model.`."""
-    if any(k.startswith(MODEL) for k in tensors):
-        return tensors
-    return {
-        MODEL + k.removeprefix(f"{EXTRA}.") if k.startswith(f"{EXTRA}.") else k: v
-        for k, v in tensors.items()
-    }
-
-
 def collect_objects(flat: dict[str, Any]) -> dict[str, Any]:
     """Values under our keys: groups as a list, all that is unknown under `extra`."""
     found: dict[str, Any] = {}
@@ -120,6 +149,8 @@ def collect_objects(flat: dict[str, Any]) -> dict[str, Any]:
             groups |= dict(enumerate(value))
         elif key.startswith(f"{GROUPS}."):
             number, _, option = key.removeprefix(f"{GROUPS}.").partition(".")
+            if not number.isdecimal():
+                raise CheckpointError(f"{key}: parameter groups have numbers")
             groups.setdefault(int(number), {})[option] = value
         elif key.startswith((MODEL, OPTIM)):
             found[key] = value
@@ -127,9 +158,12 @@ def collect_objects(flat: dict[str, Any]) -> dict[str, Any]:
             extra[key.removeprefix(f"{EXTRA}.")] = value
     if groups:
         found[GROUPS] = [
-            {"params": list(g["params"]), "options": {k: v for k, v in g.items() if k != "params"}}
+            {
+                "params": list(g.get("params", ())),
+                "options": {k: v for k, v in g.items() if k != "params"},
+            }
             for _, g in sorted(groups.items())
-            if all(isinstance(n, str) for n in g.get("params", [None]))
+            if isinstance(g, dict) and all(isinstance(n, str) for n in g.get("params", [None]))
         ]
     found[EXTRA] = extra
     return found

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch import Tensor
+
 from shardwise.checkpoint import store
+from shardwise.checkpoint.bounded import check_total
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.files import CheckedWriter, write_checked
 from shardwise.checkpoint.import_dcp import METADATA, DcpSource
@@ -22,15 +25,35 @@ from shardwise.checkpoint.safetensors_dir import SafetensorsSource, begin_direct
 from shardwise.checkpoint.safetensors_file import lay_out
 from shardwise.checkpoint.source import CheckpointSource, Source
 from shardwise.checkpoint.writing import file_name
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, ShardwiseError
 
 
 def open_source(path: Path | str) -> Source:
-    """The source at a path; CheckpointError if nothing known is there."""
+    """The source at a path; CheckpointError if nothing known is there, or what is there is damaged
+    or means harm: it runs nothing, and asks for no more than it has."""
     path = Path(path).expanduser()
+    try:
+        source = _open(path)
+        on_disk = sum(p.stat().st_size for p in _files(source.path))
+        size_bytes = sum(info.size_bytes for info in source.tensors.values())
+        check_total(len(source.tensors), size_bytes, on_disk, str(path))
+        "".join([*source.tensors, *source.ties, *map(str, source.objects)]).encode()
+    except ShardwiseError:
+        raise
+    except Exception as error:  # noqa: BLE001 - what others wrote can be wrong in any way
+        text = f"{error}".splitlines()[0][:200] if f"{error}" else ""
+        raise CheckpointError(f"{path}: cannot be read: {type(error).__name__} {text}") from None
+    return source
+
+
+def _files(path: Path) -> list[Path]:
+    return [p for p in path.iterdir() if p.is_file()] if path.is_dir() else [path]
+
+
+def _open(path: Path) -> Source:
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix == ".safetensors":
             return SafetensorsSource(path)
         return torch_source(path)
@@ -65,7 +88,12 @@ def newest_in(path: Path) -> store.Checkpoint | None:
 
 
 def _joined(path: Path, sources: list[TensorSource]) -> TensorSource:
-    tensors = {key: t for source in sources for key, t in source.held.items()}
+    tensors: dict[str, Tensor] = {}
+    for source in sources:
+        for key in [*source.held, *source.ties]:
+            if key in tensors:
+                raise CheckpointError(f"{path}: {key} stands in two files")
+            tensors[key] = source.held[source.ties.get(key, key)]
     return TensorSource(path, tensors, {})
 
 

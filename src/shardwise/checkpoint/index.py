@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounded import counts, parse_json, shape_of, short
 from shardwise.checkpoint.boxes import Box, tiling_problem
 from shardwise.checkpoint.dtypes import dtype_name, dtype_of
 from shardwise.checkpoint.json_values import from_json, to_json
@@ -82,20 +83,23 @@ class Index:
         return json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()
 
     @classmethod
-    def from_bytes(cls, content: bytes, where: str, file_sizes: Mapping[str, int]) -> Index:
+    def from_bytes(
+        cls, content: bytes | bytearray, where: str, file_sizes: Mapping[str, int]
+    ) -> Index:
         """Reads and checks everything: dtypes, shapes, exact tiling, that chunks lie in files."""
-        try:
-            value = json.loads(content)
-        except ValueError as error:
-            raise CheckpointError(f"{where}: no JSON: {error}") from None
+        value = parse_json(content, where, sum(file_sizes.values()))
         parts = _fields(value, {"tensors": dict, "ties": dict, "objects": dict}, where)
         tensors, chunks = {}, {}
         for key, entry in parts["tensors"].items():
             tensors[key], chunks[key] = _tensor(entry, f"{where}: {key}", file_sizes)
         for alias, name in parts["ties"].items():
-            if name not in tensors or alias in tensors:
-                raise CheckpointError(f"{where}: {alias} is tied to {name!r}, which is no tensor")
-        objects = {k: from_json(v, f"{where}: {k}") for k, v in parts["objects"].items()}
+            if not isinstance(name, str) or name not in tensors or alias in tensors:
+                text = f"{alias} is tied to {short(name)}, which is no tensor"
+                raise CheckpointError(f"{where}: {text}")
+        try:
+            objects = {k: from_json(v, f"{where}: {k}") for k, v in parts["objects"].items()}
+        except RecursionError:
+            raise CheckpointError(f"{where}: values lie in each other too deep") from None
         return cls(tensors, chunks, dict(parts["ties"]), objects)
 
 
@@ -104,7 +108,7 @@ def _tensor(
 ) -> tuple[TensorInfo, tuple[Chunk, ...]]:
     kinds = {"dtype": str, "shape": list, "dim": (int, type(None)), "chunks": list}
     fields = _fields(entry, kinds, where)
-    dtype, shape = dtype_of(fields["dtype"], where), _counts(fields["shape"], where)
+    dtype, shape = dtype_of(fields["dtype"], where), shape_of(fields["shape"], where)
     info = TensorInfo(dtype, shape, fields["dim"])
     if info.dim is not None and not 0 <= info.dim < len(shape):
         raise CheckpointError(f"{where}: dim {info.dim} of shape {shape}")
@@ -117,12 +121,13 @@ def _tensor(
 def _chunk(value: Any, where: str, dtype: torch.dtype, file_sizes: Mapping[str, int]) -> Chunk:
     kinds = {"file": str, "offset": int, "start": list, "size": list}
     fields = _fields(value, kinds, where)
-    box = Box(_counts(fields["start"], where), _counts(fields["size"], where))
+    box = Box(counts(fields["start"], where), shape_of(fields["size"], where))
     if len(box.start) != len(box.size):
         raise CheckpointError(f"{where}: a part at {box.start} of size {box.size}")
     name, offset = fields["file"], fields["offset"]
     if name not in file_sizes:
-        raise CheckpointError(f"{where}: lies in {name!r}, which the manifest does not have")
+        text = f"lies in {short(name)}, which the manifest does not have"
+        raise CheckpointError(f"{where}: {text}")
     if offset < 0 or offset + box.numel * dtype.itemsize > file_sizes[name]:
         raise CheckpointError(
             f"{where}: {box.numel * dtype.itemsize} bytes at {offset} of {name}, which has "
@@ -137,11 +142,5 @@ def _fields(value: Any, kinds: dict[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: expected the keys {sorted(kinds)}, found {found}")
     for key, kind in kinds.items():
         if not isinstance(value[key], kind) or isinstance(value[key], bool):
-            raise CheckpointError(f"{where}: {key} is {value[key]!r}")
+            raise CheckpointError(f"{where}: {key} is {short(value[key])}")
     return value
-
-
-def _counts(value: list[Any], where: str) -> tuple[int, ...]:
-    if not all(type(n) is int and n >= 0 for n in value):
-        raise CheckpointError(f"{where}: expected whole numbers, found {value!r}")
-    return tuple(value)

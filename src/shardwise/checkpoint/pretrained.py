@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint import store
 from shardwise.checkpoint.beside import contents, described_model, files_of_model, tokenizers_of
 from shardwise.checkpoint.files import CheckedWriter
-from shardwise.checkpoint.import_torch import TensorSource
+from shardwise.checkpoint.import_torch import Found, TensorSource
 from shardwise.checkpoint.importing import open_source
 from shardwise.checkpoint.loading import Differences, differences, load_model
 from shardwise.checkpoint.names import canonical, tensor_names
@@ -97,9 +97,11 @@ def load_full_state_dict(
 ) -> Differences:
     """Fills a model from whole tensors, such as `torch.load(file, mmap=True, weights_only=True)`:
     each rank copies its rows and touches no others. Arguments as for `load_pretrained`."""
-    tensors = {MODEL + name: t for name, t in state_dict.items() if isinstance(t, Tensor)}
-    objects = {MODEL + n: v for n, v in state_dict.items() if not isinstance(v, Tensor)}
-    source = TensorSource(Path("state_dict"), tensors, objects)
+    found = Found("state_dict")
+    for name, value in state_dict.items():
+        add = found.add_tensor if isinstance(value, Tensor) else found.add_object
+        add(f"{MODEL}{name}", (name,), value)
+    source = TensorSource(Path("state_dict"), found.weights(), found.values())
     return fill_model(source, model, strict=strict, cast=cast, device=device)
 
 

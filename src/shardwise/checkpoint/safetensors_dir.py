@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import store
+from shardwise.checkpoint.bounded import parse_json, read_metadata, short
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.files import CheckedFile, CheckedWriter, sync_directory, write_synced
 from shardwise.checkpoint.index import TensorInfo
@@ -64,13 +65,15 @@ class SafetensorsSource:
         index = self.path / INDEX_NAME
         if not index.exists():
             return sorted(p.name for p in self.path.glob("*.safetensors")), None
+        data_bytes = sum(p.stat().st_size for p in self.path.glob("*.safetensors"))
+        content = parse_json(read_metadata(index, data_bytes), str(index), data_bytes)
         try:
-            weight_map = json.loads(index.read_bytes())["weight_map"]
+            weight_map = content["weight_map"]
             names = sorted(set(weight_map.values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: expected a weight_map: {error!r}") from None
-        if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n]:
-            raise CheckpointError(f"{index}: {outside[0]!r} is no file beside it")
+        if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n or not n]:
+            raise CheckpointError(f"{index}: {short(outside[0])} is no file beside it")
         return names, weight_map
 
     def read(self, key: str, box: Box, out: Tensor) -> None:

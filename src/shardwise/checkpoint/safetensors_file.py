@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounded import counts, max_metadata_bytes, parse_json, shape_of, short
 from shardwise.checkpoint.dtypes import dtype_name, dtype_of
 from shardwise.checkpoint.files import CheckedFile
 from shardwise.errors import CheckpointError
-
-_MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +75,13 @@ def read_header(file: CheckedFile) -> tuple[dict[str, Stored], dict[str, str]]:
     if file.size_bytes < 8:
         raise CheckpointError(f"{where}: {file.size_bytes} bytes are no safetensors file")
     length = int.from_bytes(file.read(0, 8), "little")
-    if length > min(_MAX_HEADER_BYTES, file.size_bytes - 8):
+    if length > file.size_bytes - 8:
         raise CheckpointError(
             f"{where}: no safetensors file, or truncated: a header of {length} bytes in a file of "
             f"{file.size_bytes}"
         )
-    try:
-        header = json.loads(file.read(8, length), object_pairs_hook=_no_duplicates)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: its header is no JSON: {error}") from None
+    text = file.read(8, min(length, max_metadata_bytes(file.size_bytes) + 1))
+    header = parse_json(text, f"{where}: its header", file.size_bytes, _no_duplicates)
     if not isinstance(header, dict):
         raise CheckpointError(f"{where}: its header is no JSON object")
     metadata = header.pop("__metadata__", {})
@@ -106,20 +103,13 @@ def read_header(file: CheckedFile) -> tuple[dict[str, Stored], dict[str, str]]:
 def _stored(name: str, value: Any, data_start: int, where: str) -> Stored:
     where = f"{where}: {name}"
     if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: expected an object in the header, found {value!r}")
-    shape = _counts(value.get("shape"), f"{where}: shape")
-    begin, end = _counts(value.get("data_offsets"), f"{where}: data_offsets", length=2)
+        raise CheckpointError(f"{where}: expected an object in the header, found {short(value)}")
+    shape = shape_of(value.get("shape"), f"{where}: shape")
+    begin, end = counts(value.get("data_offsets"), f"{where}: data_offsets", length=2)
     stored = Stored(name, dtype_of(value.get("dtype"), where), shape, data_start + begin)
     if stored.size_bytes != end - begin:
         raise CheckpointError(f"{where}: {end - begin} bytes for shape {shape} of {stored.dtype}")
     return stored
-
-
-def _counts(value: Any, where: str, length: int | None = None) -> tuple[int, ...]:
-    is_list = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
-    if not is_list or length not in (None, len(value)):
-        raise CheckpointError(f"{where}: expected whole numbers, found {value!r}")
-    return tuple(value)
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

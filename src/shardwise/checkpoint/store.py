@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.bounded import parse_json, read_metadata
 from shardwise.checkpoint.files import CheckedFile, FileEntry, sync_directory, write_synced
 from shardwise.errors import CheckpointError
 
@@ -79,17 +80,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def read_manifest(path: Path) -> Checkpoint:
     """The same from the manifest alone: not all of its files need be here."""
     try:
-        content = (path / MANIFEST).read_bytes()
+        data_bytes = sum(p.stat().st_size for p in path.iterdir() if p.is_file())
+        if not (path / MANIFEST).exists():
+            raise CheckpointError(f"{path}: incomplete (no {MANIFEST})")
+        content = read_metadata(path / MANIFEST, data_bytes)
     except FileNotFoundError:
-        what = f"incomplete (no {MANIFEST})" if path.exists() else "no such directory"
-        raise CheckpointError(f"{path}: {what}") from None
+        raise CheckpointError(f"{path}: no such directory") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error.strerror}") from None
-    manifest = _parse_manifest(path, content)
+    manifest = _parse_manifest(path, content, data_bytes)
     return Checkpoint(path, *_checked_fields(path, manifest))
 
 
-def _parse_manifest(path: Path, content: bytes) -> dict[str, Any]:
+def _parse_manifest(path: Path, content: bytes, data_bytes: int) -> dict[str, Any]:
     first, _, rest = content.partition(b"\n")
     match = _FIRST_LINE.fullmatch(first)
     if match is None:
@@ -97,7 +100,7 @@ def _parse_manifest(path: Path, content: bytes) -> dict[str, Any]:
         raise CheckpointError(f"{path}: damaged ({MANIFEST} does not begin with its checksum)")
     if hashlib.sha256(rest).hexdigest().encode() != match[1]:
         raise CheckpointError(f"{path}: damaged ({MANIFEST} has another checksum than it says)")
-    manifest = json.loads(content)
+    manifest = parse_json(content, str(path / MANIFEST), data_bytes)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path}: is of format {manifest.get('format')}, this version reads {FORMAT}"
@@ -108,8 +111,8 @@ def _parse_manifest(path: Path, content: bytes) -> dict[str, Any]:
 def _refuse_older(path: Path, content: bytes) -> None:
     """Format 1 was torch.distributed.checkpoint's inside."""
     try:
-        manifest = json.loads(content)
-    except ValueError:
+        manifest = parse_json(content, str(path))
+    except CheckpointError:
         return
     if isinstance(manifest, dict) and manifest.get("format") == 1:
         raise CheckpointError(

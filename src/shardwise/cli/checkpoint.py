@@ -86,8 +86,10 @@ def main(arguments: Sequence[str]) -> int:
     }[options.command]
     try:
         return command(options)
-    except CheckpointError as error:
-        print(f"shardwise checkpoint: {error}", file=sys.stderr)
+    except (CheckpointError, OSError, MemoryError, RecursionError) as error:
+        text = f"{error}" or type(error).__name__
+        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        print(f"shardwise checkpoint: {printable[:2000]}", file=sys.stderr)
         return 2
 
 
