@@ -252,6 +252,10 @@ def test_the_command_lists_verifies_compares_and_converts(tmp_path: Path, capsys
     )
     assert command(capsys, "verify", run)[0] == 0
     assert command(capsys, "diff", two, two)[0] == 0
+    first = json.loads(command(capsys, "ls", run, "--json")[1])["complete"][-1]
+    assert (first["model"], first["num_params"]) == ("Awkward", 255)
+    assert {"time", "loss", "step", "ranks", "size_bytes"} <= first.keys()
+    assert "Awkward of 255 parameters" in command(capsys, "ls", run)[1]
     code, out, _ = command(capsys, "diff", one, two)
     assert code == 1
     assert "~ model.gain  1 elements differ" in out

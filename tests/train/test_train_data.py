@@ -1,6 +1,8 @@
 """Data: order, split and samples; nothing read twice, nothing held out trained on."""
 
+import os
 import re
+import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -142,6 +144,28 @@ def test_damaged_cache_is_built_again(tmp_path):
     cached.write_bytes(whole[:10])
     assert open_text(folder).fingerprint == first.fingerprint
     assert cached.read_bytes() == whole
+
+
+def test_old_and_too_large_caches_are_removed(tmp_path, monkeypatch):
+    root = tmp_path / "cache/shardwise/data"
+    for name in "abcd":
+        open_text(write_files(tmp_path / name, 3))
+    old, large, kept, last = sorted(root.glob("*/"), key=lambda p: p.stat().st_mtime_ns)
+    (root / "notes").mkdir()  # not ours
+    left = root / f"{old.name}.x1y2"
+    left.mkdir()
+    day = 86400
+    for path, days in ((old, 31), (large, 20), (kept, 2), (left, 2), (root / "notes", 99)):
+        os.utime(path, (time.time() - days * day,) * 2)
+    size = sum(f.stat().st_size for f in kept.iterdir())
+    monkeypatch.setattr(corpus_module, "_KEPT_BYTES", 2 * size + size // 2)
+    open_text(write_files(tmp_path / "e", 3))
+    assert kept.exists()
+    assert last.exists()
+    assert (root / "notes").exists()
+    assert not old.exists()
+    assert not large.exists()
+    assert not left.exists()
 
 
 def test_cache_goes_to_the_run_directory_where_home_cannot_be_written(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@
     rng.<rank>.<kind>            random state
     objects: optim.groups        parameter groups: names of their parameters, options
              scheduler, extra    what the caller gives
+             about, beside       the model's class and size; its configuration (see `beside`)
 
 Several optimizers may share the parameters of a model among them.
 """
@@ -18,12 +19,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint.beside import BESIDE, files_of_model
-from shardwise.checkpoint.names import GROUPS, MODEL, OPTIM, parameter_names, tensor_names
+from shardwise.checkpoint.beside import BESIDE, files_of_model, unsharded_class
+from shardwise.checkpoint.names import (
+    GROUPS,
+    MODEL,
+    OPTIM,
+    parameter_names,
+    submodule,
+    tensor_names,
+)
 from shardwise.checkpoint.rng import capture_rng
 from shardwise.errors import CheckpointError
 
-RNG, SCHEDULER, EXTRA = "rng.", "scheduler", "extra"
+RNG, SCHEDULER, EXTRA, ABOUT = "rng.", "scheduler", "extra", "about"
 Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
@@ -48,6 +56,9 @@ class State:
         state = cls()
         state.add_model(model)
         state.add_optimizers(model, optimizers)
+        inner = submodule(model, "")
+        num_params = sum(p.numel() for p in inner.parameters())
+        state.objects[ABOUT] = {"model": unsharded_class(inner).__name__, "num_params": num_params}
         if files := files_of_model(model):
             state.objects[BESIDE] = files
         for kind, value in capture_rng().items():

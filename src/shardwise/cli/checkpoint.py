@@ -7,9 +7,11 @@ stderr). With --json one object on stdout.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from shardwise.units import full_name, parse_size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.source import Source
+    from shardwise.checkpoint.store import Checkpoint
 
 _EPILOG = """PATH is a checkpoint, a directory of them or a run directory (the newest counts), a
 Hugging Face directory, a .safetensors file, a torch.distributed.checkpoint directory, a DeepSpeed
@@ -129,19 +132,47 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _ls_directory(options: argparse.Namespace, listing: Any) -> int:
+    rows = [_row(checkpoint) for checkpoint in listing.complete]
     if options.json:
-        complete = [
-            {"path": str(c.path), "step": c.step, "ranks": c.world_size, "size_bytes": c.size_bytes}
-            for c in listing.complete
-        ]
-        _print_json({"complete": complete, "incomplete": [t for _, t in listing.skipped]})
+        _print_json({"complete": rows, "incomplete": [text for _, text in listing.skipped]})
         return 0
-    for found in listing.complete:
-        ranks = f"{found.world_size} rank{'s' if found.world_size > 1 else ''}"
-        print(f"{found.path}  step {found.step}  {ranks}  {found.size_bytes:,} bytes")
+    for row in rows:
+        ranks = f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}"
+        facts = [row["path"], f"step {row['step']}", ranks, f"{row['size_bytes']:,} bytes"]
+        facts += [row["time"]] + ([] if row["loss"] is None else [f"loss {row['loss']:.4g}"])
+        facts += [f"{row['model']} of {row['num_params']:,} parameters"] if row["model"] else []
+        print("  ".join(facts))
     for _, text in listing.skipped:
         print(text)
     return 0
+
+
+def _row(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What one checkpoint is; older ones, and those of others than `shardwise train`, say less."""
+    from shardwise.checkpoint.source import CheckpointSource
+    from shardwise.checkpoint.state import ABOUT, EXTRA
+    from shardwise.checkpoint.store import MANIFEST
+    from shardwise.errors import CheckpointError
+
+    objects: dict[str, Any] = {}
+    with contextlib.suppress(CheckpointError):  # damaged: `verify` says where
+        source = CheckpointSource(checkpoint)
+        source.close()
+        objects.update(source.objects)
+    about, extra = objects.get(ABOUT), objects.get(EXTRA)
+    about = about if isinstance(about, dict) else {}
+    num, loss = about.get("num_params"), extra.get("loss") if isinstance(extra, dict) else None
+    written = (checkpoint.path / MANIFEST).stat().st_mtime
+    return {
+        "path": str(checkpoint.path),
+        "time": datetime.fromtimestamp(written).astimezone().isoformat(" ", "seconds"),
+        "step": checkpoint.step,
+        "loss": float(loss) if isinstance(loss, int | float) else None,
+        "model": str(about["model"]) if "model" in about and isinstance(num, int) else None,
+        "num_params": num if isinstance(num, int) else None,
+        "ranks": checkpoint.world_size,
+        "size_bytes": checkpoint.size_bytes,
+    }
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -6,18 +6,21 @@
 Text: whole files are held out, chosen by a hash of their names; with few files, a contiguous block
 at the end. Token files: a contiguous block at the end. A cache is a directory named by what it was
 made of (paths, sizes, times, share held out); it is built in a temporary directory and renamed, so
-it is whole or absent.
+it is whole or absent. Building one removes those that were not opened for long, or are too much.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,8 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 _FORMAT = 1  # raise it when the split or the joining changes: old caches are then not found
 _MIN_FILES_TO_SPLIT = 20  # below, one held-out file could be most of the data
+_CACHE_NAME = re.compile(r"[0-9a-f]{32}(\.\w+)?")  # with an ending: being built
+_KEPT_S, _ABANDONED_S, _KEPT_BYTES = 30 * 86400, 86400, 10 * 2**30
 _SEPARATOR = b"\0"  # between documents: no text holds it
 _SKIPPED_DIRS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -192,6 +197,8 @@ def _open_text_files(paths: list[Path], root: Path, held_out: float, fallback: P
     folder = _cache_root(fallback) / key
     if not _is_whole(folder):
         _build_cache(folder, paths, [name for name, _, _ in listing], held_out)
+        _prune(folder)
+    os.utime(folder)
     info = json.loads((folder / "info.json").read_text())
     parts = [_map(folder / f"{part}.bin", "uint8") for part in ("train", "held_out")]
     return Corpus((parts[0],), (parts[1],), "byte", info["fingerprint"])
@@ -232,6 +239,22 @@ def _build_cache(folder: Path, paths: list[Path], names: list[str], held_out: fl
             work.rename(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+
+def _prune(used: Path) -> None:
+    """Removes caches beside `used` that nobody opened for 30 days, then the oldest until the rest
+    is below 10 GiB, and what a killed build left. Whoever has one mapped keeps it."""
+    now, total, aged = time.time(), 0, []
+    for path in used.parent.iterdir():
+        with contextlib.suppress(OSError):  # another process prunes too
+            if path != used and path.is_dir() and _CACHE_NAME.fullmatch(path.name):
+                aged.append((path.stat().st_mtime, path))
+    for opened, path in sorted(aged, reverse=True):
+        with contextlib.suppress(OSError):
+            total += sum(file.stat().st_size for file in path.iterdir())
+            keep_s = _KEPT_S if _is_whole(path) else _ABANDONED_S
+            if now - opened > keep_s or total > _KEPT_BYTES:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_parts(work: Path, paths: list[Path], names: list[str], held_out: float) -> None:

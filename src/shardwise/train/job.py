@@ -96,7 +96,7 @@ def build_job(
     if config.optim.in_backward:
         step_in_backward(model, optimizer)
     ranks.on_each(lambda: numerics.check(config, model, optimizer))
-    step = position = 0
+    step, position, loss = 0, 0, None
     seed_rng(config.run.seed, step, ranks.rank)
     if start is not None:
         if copies is not None:
@@ -104,6 +104,7 @@ def build_job(
         # Learning rate and decay are configuration: a changed one takes effect.
         restored = manager.load(start, model, optimizer, options=False)
         step, position = start.step, restored.extra["position"]
+        loss = restored.extra.get("loss")
         where = f"memory at step {step}: " if copies is not None else ""
         notes.append(f"continuing from {where}{start.path}")
         if not restored.rng_restored and config.run.reproducible != "any_world":
@@ -129,6 +130,7 @@ def build_job(
         stop=stop,
         step=step,
         position=position,
+        loss=loss,
         saved_step=step if copies is None else 0,
     )
     return job, notes

@@ -63,6 +63,7 @@ class Job:
     stop: StopRequest
     step: int = 0
     position: int = 0
+    loss: float | None = None  # of the step before
     saved_step: int = 0
 
 
@@ -144,6 +145,7 @@ def _train_step(
     if run is None:
         means = dict(zip(names, table[:, 3:].mean(dim=0).tolist(), strict=True))
     _check_finite(means["loss"], "loss", job)
+    job.loss = means["loss"]
     if not config.optim.in_backward:
         max_norm = config.train.grad_clip or math.inf
         means["grad_norm"] = float(clip_grad_norm_(job.model.parameters(), max_norm))
@@ -245,6 +247,7 @@ def copy_to_memory(job: Job) -> None:
 def _extra(job: Job) -> dict[str, Any]:
     return {
         "position": job.position,
+        "loss": job.loss,
         "data": job.data.fingerprint,
         "seed": job.config.run.seed,
         "numerics": numerics.facts(job.config, job.device, job.ranks.world_size),
