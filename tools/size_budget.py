@@ -6,7 +6,7 @@ from pathlib import Path
 # 13,000 held the engine and the trainer; bench, verify, checkpoints, import and export,
 # reproducible numbers, two-level shards, copies in memory, memory that units hand on came on top
 # (27,900). Room while faults that use found are mended; set anew at their end, with what went.
-MAX_LINES = 30_500
+MAX_LINES = 32_500
 WARN_FILE_LINES = 600
 MAX_FILE_LINES = 700
 SOURCE = Path(__file__).resolve().parent.parent / "src"
