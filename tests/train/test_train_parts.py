@@ -108,9 +108,9 @@ def test_console_draws_a_bar_on_a_terminal(monkeypatch):
 def test_the_bar_leaves_out_what_has_no_room(monkeypatch, width, shown, left_out):
     stream = Terminal()
     monkeypatch.setattr("sys.stdout", stream)
-    monkeypatch.setenv("COLUMNS", width)
     console = Console(total_steps=1000, line_every=2, silent=False)
     console.start(0)
+    monkeypatch.setattr(console._progress.console, "_width", int(width))
     row = {"step": 1, "loss": 1.5, "grad_norm": 2.0, "lr": 0.1, "epoch": 0.1, "step_time_s": 0.1}
     text = console._fitting(row | {"tokens_per_s": 12345.0})
     console.stop()
