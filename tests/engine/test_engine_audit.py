@@ -1,11 +1,14 @@
 """What is found before anything is trained, and divergence that c10d would hide."""
 
 import copy
+import logging
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._composable.replicate import replicate
 
 import shardwise
 from ranks import on_ranks
@@ -146,3 +149,35 @@ def test_a_unit_that_one_rank_skips_is_named_on_c10d(rank: int, world: int) -> N
     if rank == 0:  # it waits in the gather; the other one may only learn that this has failed
         assert "gather of layers.2[0]" in str(caught.value)
     dist.destroy_process_group()  # it holds a gather without a partner: the pool makes new ranks
+
+
+@on_ranks(2)
+def test_trainable_parameters_that_are_ignored_are_named(rank: int, world: int) -> None:
+    """Once; not those that are frozen, or that a hook reduces, or DDP."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("shardwise").addHandler(handler)
+
+    def told(prepare: Any, wrap: Any = lambda m: m) -> list[str]:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        prepare(model[1])
+        shardwise.fully_shard(model[0], ignored_params=set(model[1].parameters()))
+        shardwise.fully_shard(model, ignored_params=set(model[1].parameters()))
+        wrap(model[1])
+        records.clear()
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            nn.Linear(2, 2)  # a module that is made looks like a change
+        return [r.getMessage() for r in records]
+
+    def hooked(m: Any) -> None:
+        for p in m.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(world)))
+
+    (text,) = told(lambda m: None)
+    assert "1.weight, 1.bias" in text and "register_post_accumulate_grad_hook" in text
+    assert not told(lambda m: m.requires_grad_(False))
+    assert not told(hooked)
+    assert not told(lambda m: None, replicate)
+    logging.getLogger("shardwise").removeHandler(handler)

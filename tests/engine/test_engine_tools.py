@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from engine_kit import STRATEGIES, Blocks, Setting, batch, full, loss_of, make, settings
+from torch.nn.utils import parametrizations
 
 import shardwise as sw
 from ranks import on_ranks
+from shardwise.errors import EngineError
 
 WAYS = [*settings(*STRATEGIES), Setting("hybrid_full_optimizer", "shared_memory")]
 
@@ -306,3 +309,126 @@ def test_hooks_fire_once_and_their_handles_remove_them(
     for handle in handles:
         handle.remove()
     assert run(model) == []
+
+
+# -- copies, pickles, parametrizations -----------------------------------------------------------
+@pytest.mark.parametrize("setting", [*WAYS, Setting(None, "c10d", False)], ids=str)
+@on_ranks(4)
+def test_a_shallow_copy_is_another_module_over_the_same_parameters(
+    setting: Setting, rank: int, world: int
+) -> None:
+    model = setting.shard(make(Blocks), world)
+    x = batch(model, 0, rank)
+    want = model(x).detach().clone()
+    model(x).sum().backward()
+    model.zero_grad()
+    copied = copy.copy(model)
+    assert type(copied) is type(model) and copied.norm.weight is model.norm.weight
+    assert torch.equal(copied(x).detach(), want)
+    del model
+    copied.extra = 1
+    opt = torch.optim.SGD(copied.parameters(), lr=0.1)
+    loss_of(copied(x)).backward()
+    opt.step()
+    assert not torch.equal(copied(x).detach(), want)
+    inner = copy.copy(copied.layers[0])
+    h = torch.ones(1, 2, 12)
+    with torch.no_grad():
+        assert torch.equal(inner(h), copied.layers[0](h))
+    deep = copy.deepcopy(copied)
+    assert deep.norm.weight is not copied.norm.weight
+    assert torch.equal(full(deep.norm.weight), full(copied.norm.weight))
+
+
+@on_ranks(2)
+def test_a_pickle_is_refused_with_the_remedy(rank: int, world: int) -> None:
+    model = nn.ModuleDict({"inner": sw.fully_shard(nn.Linear(4, 4))})  # a part of it is sharded
+    for dump in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(EngineError, match=r"Linear cannot be pickled.*model\.state_dict\(\)"):
+            dump(model)
+
+
+def parametrized(kind: str, made: nn.Module) -> nn.Module:
+    make_one = getattr(parametrizations, kind, None)
+    return make_one(made) if make_one is not None else torch.nn.utils.weight_norm(made)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "orthogonal", "spectral_norm", "old_weight_norm"])
+@pytest.mark.parametrize("setting", [*settings("full_shard", "no_shard", "shard_grad_op")], ids=str)
+@on_ranks(2)
+def test_parametrizations_are_removed_as_from_a_plain_model(
+    setting: Setting, kind: str, rank: int, world: int
+) -> None:
+    def net() -> Any:
+        torch.manual_seed(0)
+        parts = [nn.Linear(6, 6), nn.Linear(6, 5), nn.Linear(5, 4)]
+        model = nn.Sequential(*(parametrized(kind, part) for part in parts))
+        model.layers = [model[0], model[1]]
+        return model
+
+    plain, model = net(), setting.shard(net(), world)
+    x = torch.linspace(-1, 1, 18).view(3, 6)
+    for _ in range(2):
+        for m in (plain, model):
+            opt = torch.optim.SGD(m.parameters(), lr=0.1)
+            m(x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    for m in (plain, model):
+        m.eval()
+        for part in m:
+            if kind == "old_weight_norm":
+                torch.nn.utils.remove_weight_norm(part)
+            else:
+                torch.nn.utils.parametrize.remove_parametrizations(part, "weight")
+    want = plain.state_dict()
+    found = {n: full(t) for n, t in model.state_dict().items()}
+    assert set(found) == set(want)
+    for _ in range(2):  # before and behind a step, which takes the new parameters in
+        for n, t in found.items():
+            torch.testing.assert_close(t, want[n], rtol=1e-5, atol=1e-6, msg=n)
+        for m in (plain, model):
+            m(x).square().mean().backward()
+            torch.optim.SGD(m.parameters(), lr=0.1).step()
+        found, want = {n: full(t) for n, t in model.state_dict().items()}, plain.state_dict()
+    assert all(hasattr(p, "placements") for p in model.parameters())
+
+
+class Pretrained(Blocks):
+    """Writes itself as models of `transformers` do."""
+
+    def save_pretrained(
+        self, save_directory: Any, is_main_process: bool = True, state_dict: Any = None
+    ) -> str:
+        assert self.should_save_on_this_rank(is_main_process)
+        state = state_dict or self.state_dict()
+        by_storage = {t.untyped_storage().data_ptr() for t in state.values()}
+        assert len(by_storage) == len(state) - 1  # the head is tied
+        torch.save(state, save_directory / "weights.pt")
+        return "written"
+
+    def should_save_on_this_rank(self, is_main_process: bool) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("setting", WAYS, ids=str)
+@on_ranks(4)
+def test_a_model_that_writes_itself_writes_whole_weights(
+    setting: Setting, rank: int, world: int, tmp_path: Any
+) -> None:
+    model = setting.shard(make(Pretrained), world)
+    steps(model, rank)
+    own = tmp_path / str(rank)
+    own.mkdir()
+    assert model.save_pretrained(own, is_main_process=rank == 2) == (
+        "written" if rank == 2 else None
+    )
+    assert (own / "weights.pt").exists() == (rank == 2)
+    want = {n: full(t) for n, t in model.state_dict().items()}
+    assert model.save_pretrained(own) == ("written" if rank == 0 else None)
+    if rank in (0, 2):
+        found = torch.load(own / "weights.pt")
+        assert set(found) == set(want)
+        for name, t in found.items():
+            assert type(t) is torch.Tensor and torch.equal(t, want[name]), name
+    steps(model, rank, first=1)

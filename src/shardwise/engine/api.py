@@ -72,7 +72,8 @@ def fully_shard(
             `ShardPlacementResult` with a mesh of its own.
         mp_policy: dtypes of computation and reduction.
         offload_policy: `CPUOffloadPolicy()` keeps shards and sharded gradients in host memory.
-        ignored_params: parameters to leave alone; their gradients are yours to reduce.
+        ignored_params: parameters to leave alone; their gradients are yours to reduce, by a hook
+            on the parameter, say. Trainable ones without are named at the first forward.
         dp_mesh_dims: the data parallel dims of `mesh`, by name, where all parameters are DTensors
             over the whole of it.
         strategy: "full_shard", "hybrid_shard", "hybrid_full_optimizer", "shard_grad_op",

@@ -17,7 +17,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import is_replicated, local_of
+from shardwise._torch_compat import (
+    is_replicated,
+    local_of,
+    post_accumulate_hooks,
+    tensor_hooks,
+)
 from shardwise.comm.transport import Axis
 from shardwise.engine.extensions import inner_tensors
 from shardwise.engine.mesh import ShardMesh
@@ -25,6 +30,7 @@ from shardwise.engine.mesh import ShardMesh
 log = logging.getLogger("shardwise")
 
 _UNFILLED = "_shardwise_unfilled"
+_TOLD = "_shardwise_told"
 _INT_SENTINEL = -86  # what an unfilled integer buffer is set to; floats are set to NaN
 _CHUNK = 4096
 
@@ -196,6 +202,32 @@ def check_owned(root: nn.Module, owned: set[int], ignored: set[int], data_ranks:
                 "adapters too), or pass them as ignored_params if you reduce their gradients "
                 "yourself"
             )
+
+
+def tell_ignored(root: nn.Module, ignored: set[int], data_ranks: set[int]) -> None:
+    """Name, once, trainable parameters in `ignored_params` whose gradients nobody seems to reduce:
+    they stay those of each rank. A hook on the parameter counts as somebody.
+    """
+    models = (root, *models_running(root))
+    replicas = {m for model in models for m in model.modules() if is_replicated(m)}
+    reduced = {id(p) for m in replicas for p in m.parameters()}
+    names = []
+    for name, p in root.named_parameters() if ignored and len(data_ranks) > 1 else ():
+        if id(p) not in ignored or id(p) in reduced or not p.requires_grad or hasattr(p, _TOLD):
+            continue
+        is_spread = isinstance(p, DTensor) and data_ranks <= _ranks_of(p)
+        if not (is_spread or tensor_hooks(p) or post_accumulate_hooks(p)):
+            names.append(name)
+            setattr(p, _TOLD, True)
+    if names:
+        log.warning(
+            "trainable parameters in ignored_params: %s; their gradients stay those of each rank, "
+            "so ranks will drift apart. Leave them out of ignored_params, freeze them, or reduce "
+            "their gradients yourself, by a hook that this check sees: "
+            "parameter.register_post_accumulate_grad_hook(lambda p: "
+            "dist.all_reduce(p.grad.div_(dist.get_world_size())))",
+            ", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
+        )
 
 
 def _ranks_of(tensor: DTensor) -> set[int]:

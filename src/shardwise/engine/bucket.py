@@ -337,6 +337,8 @@ def own_part(param: ShardedParam, origin: torch.Tensor) -> torch.Tensor:
     if isinstance(origin, DTensor):
         if type(origin) is not ShardTensor and spread.is_gathered_form(origin):
             return _rows(param, local_of(origin))
+        if type(origin) is ShardTensor and origin.placements != spread.placements:  # computed
+            return _rows(param, origin.detach().full_tensor())  # type: ignore[attr-defined]
         return checked_local(param, origin).detach()
     if spread.whole is not None and origin.shape != spread.shape:
         raise ValueError(

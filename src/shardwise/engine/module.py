@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise._torch_compat import (
     frame_callback,
@@ -24,7 +25,13 @@ from shardwise._torch_compat import (
 from shardwise.engine import forward
 from shardwise.engine.activations import KEEP
 from shardwise.engine.added import REGISTRATIONS, check_nothing_added, take_in_changes
-from shardwise.engine.audit import check_filled, check_owned, mark_unfilled, meta_tensors
+from shardwise.engine.audit import (
+    check_filled,
+    check_owned,
+    mark_unfilled,
+    meta_tensors,
+    tell_ignored,
+)
 from shardwise.engine.build import own_modules
 from shardwise.engine.context import Context
 from shardwise.engine.copies import copy_attributes, copy_unit
@@ -41,8 +48,11 @@ from shardwise.engine.state import (
     units_in,
 )
 from shardwise.engine.unit import Unit
+from shardwise.engine.writers import writers_of
+from shardwise.errors import EngineError
 
 _CLASSES: dict[type, type] = {}
+_NOT_TAKEN_ALONG = ("__dict__", "__weakref__", "__deepcopy__")  # of a parametrized class
 _also: list[type] = []  # see `count_as`
 
 
@@ -66,7 +76,7 @@ class FSDPModule(UnitSettings):
         """Building another one (slicing a Sequential does) gives a plain module of the original
         class.
         """
-        original = cls.__mro__[3]
+        original = cls.__mro__[cls.__mro__.index(UnitSettings) + 1]
         self = original.__new__(original, *args, **kwargs)
         self.__init__(*args, **kwargs)
         return self
@@ -144,6 +154,21 @@ class FSDPModule(UnitSettings):
         unit_of(self).reshard_for_state_dict()
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
+    def __copy__(self) -> Any:
+        """Another module over the same parameters, sub-modules and unit, as of a plain module."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new.__dict__[STATE] = self.__dict__[STATE].shared_with(self)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise EngineError(
+            f"{unit_of(self).name}: a sharded {type(self).__name__} cannot be pickled: its "
+            "parameters live on all ranks. Save its state (torch.save(model.state_dict(), ...) on "
+            "each rank, CheckpointManager, save_pretrained), or copy it in this process "
+            "(copy.deepcopy)"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy that is sharded alike, with units and shards of its own; no communication."""
         module, state = cast(nn.Module, self), self.__dict__[STATE]
@@ -177,13 +202,23 @@ def _run_outside_graphs(
 def swap_class(module: nn.Module, state: ModuleState) -> None:
     """Make `module` an `FSDP<Name>` that carries `state`."""
     cls = type(module)
+    if is_parametrized(module):  # torch puts such a class on top, and takes it off there again
+        members = {k: v for k, v in vars(cls).items() if k not in _NOT_TAKEN_ALONG}
+        swapped = type(f"FSDP{cls.__name__}", (_swapped(cls.__bases__[0]),), members)
+    else:
+        swapped = _swapped(cls)
+    module.__class__ = swapped
+    settle(module, state)
+
+
+def _swapped(cls: type) -> type:
     swapped = _CLASSES.get(cls)
     if swapped is None:
         bases = (FSDPModule, cls, *_also)
-        swapped = type(f"FSDP{cls.__name__}", bases, {"__module__": cls.__module__})
+        members = {"__module__": cls.__module__, **writers_of(cls)}
+        swapped = type(f"FSDP{cls.__name__}", bases, members)
         _CLASSES[cls] = swapped
-    module.__class__ = swapped
-    settle(module, state)
+    return swapped
 
 
 def settle(module: nn.Module, state: ModuleState) -> None:
@@ -317,7 +352,9 @@ def _check_owned(root: nn.Module, context: Context) -> None:
     params = [p for u in context.units for p in u.params]
     owned = {id(t) for p in params for t in (p.sharded, p.full, p.between)}
     data_ranks = {r for u in context.units for axis in u.mesh.axes for r in axis.ranks}
-    check_owned(root, owned, {i for u in context.units for i in u.ignored}, data_ranks)
+    ignored = {i for u in context.units for i in u.ignored}
+    check_owned(root, owned, ignored, data_ranks)
+    tell_ignored(root, ignored, data_ranks)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

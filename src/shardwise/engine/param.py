@@ -152,6 +152,8 @@ class ShardedParam:
         tensor: Any = sharded
         if tensor._local_tensor is not local:  # the very object, where it has hooks of its own
             tensor._local_tensor = local.detach()
+        if tensor.placements != self.spread.placements:  # `swap_tensors` with something computed
+            tensor._spec = self.spread.sharded_spec(local.dtype)
         tensor._mark, tensor._param_name = self.mark, self.name
         self.sharded = sharded
         self._settle_place(sharded)

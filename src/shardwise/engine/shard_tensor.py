@@ -42,6 +42,7 @@ from shardwise._torch_compat import (
     strided_shard,
 )
 from shardwise.engine import dispatch_rules as rules
+from shardwise.engine import shard_texts as texts
 from shardwise.engine.spread import part_of
 from shardwise.errors import EngineError
 
@@ -354,16 +355,10 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
     try:
         out = func(*plain_args, **plain_kwargs)
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" in str(error):
-            raise EngineError(_mixed_text(func, originals, args)) from error
-        if "Cannot flatten unevenly sharded" in str(error):
-            raise EngineError(_uneven_text(func, originals)) from error
-        names = sorted({t._param_name for t in originals.values() if t._param_name})
-        error.add_note(
-            f"{', '.join(names) or 'a sharded tensor'}: torch's DTensor cannot do {func.name()} on "
-            "shards like these; do it before fully_shard, or on .full_tensor() and copy_ it back"
-        )
-        raise
+        if not _may_run_whole(info, error):
+            _explain(error, func, originals, args)
+            raise
+        out = _run_whole(func, args, kwargs)
     like = spec_of(args[0]) if info.is_like and type(args[0]) is ShardTensor else None
     if rules.averages_unevenly(out, list(originals.values())):
         out = func(*rules.map_tensors(args, _whole), **rules.map_tensors(kwargs, _whole))
@@ -380,6 +375,40 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
             return ShardTensor(local_of(t), spec_of(t))
         return _view_of(source, t, out, lambda w: func(w, *args[1:]))
 
+    return rules.map_tensors(out, wrap)
+
+
+def _may_run_whole(info: rules.OpInfo, error: RuntimeError) -> bool:
+    """DTensor has no rule for the operator, or a parametrization that is computed at rest has met
+    tensors of its own, which are whole; and nothing has to reach the shards.
+    """
+    if info.writes or info.returns_view:
+        return False
+    is_mixed = "mixed torch.Tensor and DTensor" in str(error)
+    return isinstance(error, NotImplementedError) or (is_mixed and texts.in_parametrization())
+
+
+def _explain(error: RuntimeError, func: Any, originals: dict[int, ShardTensor], args: Any) -> None:
+    """Raise an error of ours where there is one, else say at `error` what to do."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        raise EngineError(texts.mixed_text(func, originals, args)) from error
+    if "Cannot flatten unevenly sharded" in str(error):
+        raise EngineError(texts.uneven_text(func, originals)) from error
+    error.add_note(texts.no_rule_note(func, originals))
+
+
+def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """For an operator that DTensor has no rule for: every rank computes with whole operands."""
+    mesh = next(t.device_mesh for t in _sharded_in(args))
+    replicated = (Replicate(),) * mesh.ndim
+
+    def wrap(t: torch.Tensor) -> torch.Tensor:
+        return ShardTensor(t, make_spec(mesh, replicated, t.shape, t.stride(), t.dtype))
+
+    def whole(t: torch.Tensor) -> torch.Tensor:
+        return local_of(_whole(_finished(t))) if type(t) is ShardTensor else _local_or_self(t)
+
+    out = func(*rules.map_tensors(args, whole), **rules.map_tensors(kwargs, whole))
     return rules.map_tensors(out, wrap)
 
 
@@ -424,44 +453,6 @@ def _whole(t: torch.Tensor) -> torch.Tensor:
         return t
     plain = new_dtensor(DTensor, local_of(t), spec_of(t))
     return plain.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
-
-
-def _mixed_text(func: Any, originals: dict[int, ShardTensor], args: Any) -> str:
-    names = sorted({t._param_name for t in originals.values() if t._param_name}) or [
-        "a sharded tensor"
-    ]
-    homes = [(a, home()) for a in args if (home := getattr(a, "_shardwise_home", None)) is not None]
-    whole = [
-        a for a, home in homes if getattr(home, "full", None) is a and not home.unit().context.depth
-    ]
-    if whole:
-        return (
-            f"{', '.join(names)}: {func.name()} met a sharded parameter and the whole form of one "
-            f"of shape {tuple(whole[0].shape)}, whose unit is gathered: its forward ran with "
-            "gradients and no backward followed. Call reshard() on that model before, or run its "
-            "forward under torch.no_grad()"
-        )
-    return (
-        f"{', '.join(names)}: {func.name()} met a sharded parameter and a plain tensor. The "
-        f"parameter is sharded "
-        "because its unit is not running: call the module itself, register the method that you "
-        "called with "
-        "shardwise.register_fsdp_forward_method(module, 'method'), or call module.unshard() "
-        "before; to compute with "
-        "sharded tensors, make the other operand a DTensor too"
-    )
-
-
-def _uneven_text(func: Any, originals: dict[int, ShardTensor]) -> str:
-    t = next(iter(originals.values()))
-    return (
-        f"{t._param_name or 'a sharded tensor'}: {func.name()} would join the rows of "
-        f"{tuple(t.shape)}, which are cut unevenly ({t.placements} over {t.device_mesh.size()} "
-        "ranks); the flat tensor has no even cut. torch.optim.LBFGS and parameters_to_vector need "
-        "parameters whose sharded dim the number of ranks divides: pad it, shard another dim "
-        "(shard_placement_fn), use strategy='no_shard', or flatten .full_tensor() (a copy: writes "
-        "to it change nothing)"
-    )
 
 
 def _finish_partial(info: rules.OpInfo, args: Any) -> None:
@@ -604,6 +595,15 @@ def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, target
 
 
+def _set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`set_` to a tensor of the same shape, by which parametrizations are removed: its values."""
+    target, source = args
+    if type(target) is not ShardTensor or source.shape != target.shape:
+        return False, None
+    target.copy_(source)
+    return True, target
+
+
 def _eye(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """`nn.init.eye_`: every rank keeps its part of the unit matrix."""
     target = kwargs["out"]
@@ -677,6 +677,7 @@ _SPECIAL: dict[Any, Special] = {
     torch.ops.aten._local_scalar_dense.default: _item,
     torch.ops.aten.copy_.default: _copy,
     torch.ops.aten.stack.default: _stack,
+    torch.ops.aten.set_.source_Tensor: _set,
     torch.ops.aten.index_put_.default: _masked_set,
     torch.ops.aten.eye.m_out: _eye,
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

@@ -16,14 +16,22 @@ STATE = "_shardwise_state"
 class ModuleState:
     """What one sharded module knows. Modules of one list share their unit."""
 
-    __slots__ = ("activations", "is_known", "methods", "registrations", "unit")
+    __slots__ = ("activations", "is_known", "methods", "original", "registrations", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.methods: list[str] = []  # run like forward, see `register_fsdp_forward_method`
         self.activations = KEEP  # or recomputed, or moved to the host
         self.is_known = False  # a root has taken this module in
+        self.original: nn.Module | None = None  # of a shallow copy: its unit knows that one
         self.registrations = -1  # when its modules were last looked at, see `added`
+
+    def shared_with(self, original: nn.Module) -> ModuleState:
+        """That of a shallow copy of a module."""
+        new = self.on(self.unit)
+        new.methods, new.is_known, new.original = self.methods, self.is_known, original
+        new.registrations = self.registrations
+        return new
 
     def on(self, unit: Unit) -> ModuleState:
         """The same state on the unit of a copy."""
