@@ -221,11 +221,9 @@ def tell_ignored(root: nn.Module, ignored: set[int], data_ranks: set[int]) -> No
             setattr(p, _TOLD, True)
     if names:
         log.warning(
-            "trainable parameters in ignored_params: %s; their gradients stay those of each rank, "
-            "so ranks will drift apart. Leave them out of ignored_params, freeze them, or reduce "
-            "their gradients yourself, by a hook that this check sees: "
-            "parameter.register_post_accumulate_grad_hook(lambda p: "
-            "dist.all_reduce(p.grad.div_(dist.get_world_size())))",
+            "trainable parameters in ignored_params: %s; their gradients stay those of each rank. "
+            "Do not ignore them, freeze them, or reduce the gradients by a hook, which is seen here: "
+            "p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(world)))",
             ", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
         )
 

@@ -20,7 +20,7 @@ import torch
 from shardwise._torch_compat import graph_task_id
 from shardwise.engine.activations import KEEP, Activations
 from shardwise.engine.context import Call, Context, behind_views
-from shardwise.engine.kept_views import is_over
+from shardwise.engine.kept_views import over
 from shardwise.engine.outputs import cast_floats, map_tensors, may_hide_tensors, tensors_in
 from shardwise.engine.unit import Unit
 
@@ -89,7 +89,7 @@ def _without_parameters(unit: Unit, out: Any) -> Any:
     if isinstance(out, torch.Tensor) and not out.is_leaf and out._base is None:
         return out  # computed, as usual
     addresses = unit.addresses()
-    return map_tensors(out, lambda t: t.clone() if is_over(t, addresses) else t)
+    return map_tensors(out, lambda t: t.clone() if over(t, addresses) else t)
 
 
 def _watch_inputs(context: Context, call: Call, args: Any, kwargs: Any) -> None:

@@ -27,22 +27,15 @@ CONTAINERS = (list, tuple, dict, set, deque, types.SimpleNamespace)
 _DEPTH = 3  # of containers in containers
 
 
-class KeptForm:
-    """One attribute of a module that holds parameters, by itself or somewhere inside."""
+KeptForms = dict[tuple[int, str], weakref.ref[nn.Module]]  # by module and attribute
 
-    __slots__ = ("_key", "_module")
 
-    def __init__(self, module: nn.Module, key: str) -> None:
-        self._module, self._key = weakref.ref(module), key
-
-    def renew(self) -> None:
-        """Let it show what is registered now."""
-        module = self._module()
-        if module is not None and self._key in module.__dict__:
-            value = module.__dict__[self._key]
-            new = _renewed(value)
-            if new is not value:
-                module.__dict__[self._key] = new
+def renew(kept: KeptForms) -> None:
+    """Let attributes show what is registered now."""
+    for (_, key), ref in list(kept.items()):
+        module = ref()
+        if module is not None and key in module.__dict__:
+            module.__dict__[key] = _renewed(module.__dict__[key])
 
 
 def watch_forms(modules: Iterable[nn.Module]) -> None:
@@ -57,9 +50,9 @@ def watch_form(module: nn.Module, key: str) -> None:
     """The same for one attribute."""
     homes = list(_homes_in(module.__dict__[key]))
     for unit in {id(u): u for home in homes if (u := home.unit()) is not None}.values():
-        unit.kept_forms[id(module), key] = KeptForm(module, key)
+        unit.kept_forms[id(module), key] = weakref.ref(module)
     if homes:
-        KeptForm(module, key).renew()
+        module.__dict__[key] = _renewed(module.__dict__[key])
 
 
 def is_users(key: str) -> bool:

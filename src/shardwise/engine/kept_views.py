@@ -59,7 +59,7 @@ class Attributes:
         """
         for where, ref, key in self._suspects:
             module = ref()
-            found = 0 if module is None else _over(module.__dict__.get(key), storages)
+            found = 0 if module is None else over(module.__dict__.get(key), storages)
             if found == _VIEW:
                 return where
             if found == _FORM and module is not None:
@@ -86,12 +86,7 @@ class Attributes:
                     self._suspects.append((where, ref, key))
 
 
-def is_over(value: Any, storages: set[int]) -> bool:
-    """Whether a tensor, or one in a container, lies in one of the storages (data pointers)."""
-    return _over(value, storages) > 0
-
-
-def _over(value: Any, storages: set[int], depth: int = 0) -> int:
+def over(value: Any, storages: set[int], depth: int = 0) -> int:
     """What of the storages is found in a value, at worst."""
     if value is None:
         return 0
@@ -106,5 +101,5 @@ def _over(value: Any, storages: set[int], depth: int = 0) -> int:
     if depth < 2:
         items = kept_forms.items_of(value)
         if len(items) <= _MANY:
-            return max((_over(v, storages, depth + 1) for v in items), default=0)
+            return max((over(v, storages, depth + 1) for v in items), default=0)
     return 0

@@ -7,6 +7,7 @@ forward through the engine; the rest are the methods that FSDP2 documents.
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable
@@ -155,18 +156,17 @@ class FSDPModule(UnitSettings):
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def __copy__(self) -> Any:
-        """Another module over the same parameters, sub-modules and unit, as of a plain module."""
+        """Another module over the same parameters, sub-modules and unit."""
         new = object.__new__(type(self))
-        new.__dict__.update(self.__dict__)
-        new.__dict__[STATE] = self.__dict__[STATE].shared_with(self)
+        state = new.__dict__[STATE] = copy.copy(self.__dict__[STATE])
+        new.__dict__.update({**self.__dict__, STATE: state})
+        state.original = self
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EngineError(
-            f"{unit_of(self).name}: a sharded {type(self).__name__} cannot be pickled: its "
-            "parameters live on all ranks. Save its state (torch.save(model.state_dict(), ...) on "
-            "each rank, CheckpointManager, save_pretrained), or copy it in this process "
-            "(copy.deepcopy)"
+            f"{unit_of(self).name}: a sharded {type(self).__name__} cannot be pickled; save "
+            "model.state_dict() on each rank, or by CheckpointManager, or copy.deepcopy the model"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -52,8 +52,7 @@ class Belongings:
             k: v for k, v in vars(origin).items() if k not in _NOT_USERS and k not in inner
         }
         self.hooks = origin._backward_hooks or OrderedDict()
-        self.accumulate_hooks = getattr(origin, "_post_accumulate_grad_hooks", None)
-        self.accumulate_hooks = self.accumulate_hooks or OrderedDict()
+        self.accumulate_hooks = origin._post_accumulate_grad_hooks or OrderedDict()
         kind = type(origin)
         is_own = issubclass(kind, nn.Parameter) and not hasattr(kind, "materialize")
         self.kind: Any = kind if is_own and kind is not nn.Parameter else None
@@ -72,10 +71,8 @@ class Belongings:
     def give_registered(self, sharded: Any) -> None:
         """The same, with the hooks: the engine runs those of the registered form."""
         self.give(sharded)
-        if sharded._backward_hooks is not self.hooks:
-            sharded._backward_hooks = self.hooks
-        if sharded._post_accumulate_grad_hooks is not self.accumulate_hooks:
-            sharded._post_accumulate_grad_hooks = self.accumulate_hooks
+        sharded._backward_hooks = self.hooks
+        sharded._post_accumulate_grad_hooks = self.accumulate_hooks
 
     def give_full(self, full: torch.Tensor) -> None:
         self.give(full)

@@ -227,7 +227,8 @@ class ShardTensor(DTensor):
         if id(self) in memo:
             return memo[id(self)]
         _settle((self,))
-        copy = _detached_copy(local_of(self).detach().clone(), spec_of(self), self._param_name)
+        local = local_of(self).detach().clone()
+        copy = ShardTensor(local, spec_of(self), name=self._param_name)
         memo[id(self)] = copy = _like_parameter(copy, self)
         copy.__dict__.update(deepcopy(_attributes(self), memo))
         if self.grad is not None:
@@ -255,7 +256,7 @@ def _rebuild(
     name: str,
     attributes: dict[str, Any] | None = None,
 ) -> ShardTensor:
-    tensor: Any = _detached_copy(local, spec, name)
+    tensor: Any = ShardTensor(local, spec, name=name)
     if is_param:
         tensor = torch.nn.Parameter(tensor, requires_grad)
     tensor.__dict__.update(attributes or {})
@@ -270,10 +271,6 @@ def _attributes(tensor: ShardTensor) -> dict[str, Any]:
 
 # `torch.load` by its defaults makes only what is named: tensors, specs and meshes are by torch.
 torch.serialization.add_safe_globals([_rebuild, type(strided_shard(0, 2))])
-
-
-def _detached_copy(local: torch.Tensor, spec: Any, name: str) -> ShardTensor:
-    return ShardTensor(local, spec, name=name)
 
 
 def _like_parameter(copy: ShardTensor, source: ShardTensor) -> ShardTensor:

@@ -26,10 +26,8 @@ def mixed_text(func: Any, originals: dict[int, Any], args: Any) -> str:
         )
     if in_parametrization():
         return (
-            f"{', '.join(names)}: {func.name()} of a parametrization "
-            "(torch.nn.utils.parametrize) would write, from shards, to a tensor of its own. Read "
-            "or remove parametrizations of a sharded model in evaluation mode (model.eval()), or "
-            "before fully_shard"
+            f"{', '.join(names)}: {func.name()} of a parametrization would write, from shards, to "
+            "a tensor of its own. Read or remove it in evaluation mode, or before fully_shard"
         )
     return (
         f"{', '.join(names)}: {func.name()} met a sharded parameter and a plain tensor. The "

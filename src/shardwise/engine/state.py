@@ -26,13 +26,6 @@ class ModuleState:
         self.original: nn.Module | None = None  # of a shallow copy: its unit knows that one
         self.registrations = -1  # when its modules were last looked at, see `added`
 
-    def shared_with(self, original: nn.Module) -> ModuleState:
-        """That of a shallow copy of a module."""
-        new = self.on(self.unit)
-        new.methods, new.is_known, new.original = self.methods, self.is_known, original
-        new.registrations = self.registrations
-        return new
-
     def on(self, unit: Unit) -> ModuleState:
         """The same state on the unit of a copy."""
         new = ModuleState(unit)

@@ -34,7 +34,7 @@ from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads
 from shardwise.engine.home import Home
-from shardwise.engine.kept_forms import KeptForm
+from shardwise.engine.kept_forms import KeptForms, renew
 from shardwise.engine.kept_views import Attributes
 from shardwise.engine.param import ShardedParam
 from shardwise.engine.regroup import Regrouped
@@ -81,7 +81,7 @@ class Unit(UnitGradients):
         self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
         self._regrouped: Regrouped | None = None
-        self.kept_forms: dict[tuple[int, str], KeptForm] = {}  # by module and attribute
+        self.kept_forms: KeptForms = {}
         self.custom_comms: dict[str, Any] = {}  # the user's "all_gather", "reduce_scatter"
         self._build(found)
         self.context: Context  # set when a context takes the unit in
@@ -421,12 +421,7 @@ class Unit(UnitGradients):
         for bucket in self.buckets:
             bucket.register_full()
         if self.kept_forms:
-            self._renew_kept_forms()
-
-    def _renew_kept_forms(self) -> None:
-        """Other places that hold its parameters show what is registered."""
-        for kept in list(self.kept_forms.values()):
-            kept.renew()
+            renew(self.kept_forms)
 
     def _make_usable(self) -> None:
         """Gathered, complete, and registered."""
@@ -441,7 +436,7 @@ class Unit(UnitGradients):
         for bucket in self.buckets:
             bucket.register_sharded()
         if self.kept_forms:
-            self._renew_kept_forms()
+            renew(self.kept_forms)
 
     def reshard(self, after: str = "") -> None:
         """Register the shards and release the full copy."""
@@ -559,7 +554,7 @@ class Unit(UnitGradients):
         self.reshard()
         self._regrouped.register()
         self._shows_shards = False
-        self._renew_kept_forms()
+        renew(self.kept_forms)
 
     def _check_unwritten(self) -> None:
         """What somebody wrote into a gathered copy is lost with it: say so while it is there."""

@@ -34,20 +34,12 @@ def writers_of(cls: type) -> dict[str, Any]:
             bound.arguments["state_dict"] = whole_state(self, keep=writes)
         return write(*bound.args, **bound.kwargs) if writes else None
 
-    def should_save_on_this_rank(self: nn.Module, is_main_process: bool) -> bool:
-        """`save_pretrained` is called on ranks that write, no other."""
-        return is_main_process
-
-    return {
-        "save_pretrained": save_pretrained,
-        "should_save_on_this_rank": should_save_on_this_rank,
-    }
+    # Asked on ranks that write, no other: theirs says yes on the first rank only.
+    return {"save_pretrained": save_pretrained, "should_save_on_this_rank": lambda *_, **__: True}
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """The state dict with whole tensors in host memory; tied entries are one tensor. A collective;
-    ranks that do not `keep` it get an empty one.
-    """
+    """The state dict with whole tensors in host memory, tied ones once. Empty without `keep`."""
     places = {name: _place(p) for name, p in model.state_dict().items()}
     whole = {
         places[name]: tensor.cpu().clone()
