@@ -222,7 +222,7 @@ def tell_ignored(root: nn.Module, ignored: set[int], data_ranks: set[int]) -> No
     if names:
         log.warning(
             "trainable parameters in ignored_params: %s; their gradients stay those of each rank. "
-            "Do not ignore them, freeze them, or reduce the gradients by a hook, which is seen here: "
+            "Do not ignore them, freeze them, or reduce the gradients by a hook, as here: "
             "p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(world)))",
             ", ".join(names[:8]) + (" ..." if len(names) > 8 else ""),
         )
