@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.board import wait_for
+from shardwise.comm.board import AtWork, broadcast_object, gather_objects, wait_for
 from shardwise.errors import ShardwiseError
 
 _T = TypeVar("_T")
+_DOING = "starting, saving or loading"
 
 
 class Ranks:
@@ -26,6 +27,9 @@ class Ranks:
         self._is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self._is_alone else dist.get_rank(group)
         self.world_size = 1 if self._is_alone else dist.get_world_size(group)
+        self._members: tuple[int, ...] = ()
+        if not self._is_alone:
+            self._members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self._cause: Exception | None = None
         # The error that every rank raises now, and the rank that should report it.
         self.agreed_error: Exception | None = None
@@ -52,10 +56,10 @@ class Ranks:
 
     def on_rank0(self, action: Callable[[], _T]) -> _T:
         """Runs on rank 0; its result, or its error, reaches every rank."""
-        box: list[Any] = [self._attempt(action) if self.rank == 0 else None]
+        own = self._attempt(action) if self.rank == 0 else (None, None)
         if not self._is_alone:
-            dist.broadcast_object_list(box, group=self.group, group_src=0)
-        return self._results(box)[0]
+            own = broadcast_object(own, self.group, f"rank 0, {_DOING}")
+        return self._results([own])[0]
 
     def on_all(self, action: Callable[[], _T]) -> list[_T]:
         """Runs on every rank; all get all results, or the first error."""
@@ -75,18 +79,20 @@ class Ranks:
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         work = dist.all_gather(rows, own, group=self.group, async_op=True)
         if work is not None:  # bounded: a rank that hangs is found here too
-            wait_for(work, "numbers of the other ranks")
+            wait_for(work, "numbers of the other ranks", ranks=self._members)
         return torch.stack(rows)
 
     def _exchange(self, own: tuple[Any, Exception | None]) -> list[Any]:
-        box: list[Any] = [own] * self.world_size
-        if not self._is_alone:
-            dist.all_gather_object(box, own, group=self.group)
-        return box
+        if self._is_alone:
+            return [own]
+        return gather_objects(own, self.group, f"all ranks, {_DOING}")
 
     def _attempt(self, action: Callable[[], Any]) -> tuple[Any, Exception | None]:
         try:
-            return action(), None
+            if self._is_alone:
+                return action(), None
+            with AtWork(_DOING):
+                return action(), None
         except ShardwiseError as error:
             return None, error
         except Exception as error:  # noqa: BLE001 - sent on, not swallowed

@@ -20,6 +20,7 @@ from shardwise.checkpoint.files import CheckedFile, CheckedWriter, FileEntry
 from shardwise.checkpoint.placement import storage_bytes
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import PIECE_BYTES
+from shardwise.comm.board import Told
 from shardwise.errors import CheckpointError
 
 
@@ -85,8 +86,9 @@ class _Transfer:
                     with self._collecting(move):
                         self._readers[tag].read_into(start, storage_bytes(buffer))
                 works.append(dist.isend(buffer, None, self._group, tag, move.target))
-        for work in filter(None, works):
-            work.wait()
+        with Told("pieces of copies in memory of other hosts"):
+            for work in filter(None, works):
+                work.wait()
         for tag, move, buffer in arriving:
             writer = self._writers.pop(tag, None)
             if writer is not None:

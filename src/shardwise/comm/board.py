@@ -1,7 +1,8 @@
 """A board beside the data path: ranks of all hosts tell each other where they are, through the
 store of the process group.
 
-    shardwise/where/<rank>    what a rank has been waiting for, for longer than STALL_S
+    shardwise/where/<rank>    what a rank waits for, or is busy with, for longer than STALL_S
+    shardwise/card/<rank>     which process it is (`liveness`)
 
 Written only by ranks that wait long, read only by those that have to explain a wait: the usual step
 does neither. The store is a process too (rank 0's, or torchrun's), which may be stopped or gone, so
@@ -10,7 +11,10 @@ answers are waited for with a limit, by a thread that may be left behind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import pickle
 import queue
 import threading
 import time
@@ -18,13 +22,15 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise._torch_compat import default_store
 from shardwise.comm.kept import kept
 from shardwise.comm.limits import wait_limit_s, warn_after_s
+from shardwise.comm.liveness import Process
 from shardwise.comm.transport import Position
-from shardwise.errors import PeerTimeoutError
+from shardwise.errors import PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +38,7 @@ STALL_S = 2.0  # a wait this long is told to the others
 ANSWER_S = 5.0  # a store that takes longer is stopped or gone
 _NOTHING = "?"
 _SHOWN = 64  # ranks in one text
+_TROUBLES = {"ended": "has ended", "stopped": "is stopped, by a signal or a debugger"}
 
 
 _Questions = queue.SimpleQueue[tuple[Callable[[], Any], Any] | None]
@@ -43,11 +50,15 @@ class Board:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.in_phase: dict[Any, None] = {}  # the order checks of this rank in which a phase is on
+        self._processes: dict[int, Process] = {}
         self._questions: _Questions | None = None
 
     def set(self, key: str, text: str) -> None:
         """Does not wait for an answer."""
-        self._store.set(key, text)
+        try:
+            self._store.set(key, text)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def find(self, key: str) -> str | None:
         """None when nobody has written there."""
@@ -59,6 +70,26 @@ class Board:
     def get(self, key: str) -> str:
         """What is there; raises when nothing comes within the limit."""
         return self._ask(lambda: self._store.get(key).decode())
+
+    def process_of(self, rank: int) -> Process | None:
+        """None where it has shown no card yet."""
+        if rank not in self._processes and (card := self.find(f"shardwise/card/{rank}")):
+            self._processes[rank] = Process.of(card)
+        return self._processes.get(rank)
+
+    def _lost(self, error: BaseException) -> TransportError:
+        """What a broken connection to the store means."""
+        holder = "rank 0"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            holder = "torchrun's agent, or the launcher of the job"
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        known = sorted(self._processes.items())
+        ended = [f"rank {r} (process {p.pid})" for r, p in known if p.state == "ended"]
+        found = f". Ended: {', '.join(ended)}" if ended else ""
+        return TransportError(
+            f"the store of the process group is lost: the process that holds it ({holder}) has "
+            f"ended or is out of reach. Look at that process and its log first ({first}){found}"
+        )
 
     def forget(self, key: str) -> None:
         self._ask(lambda: self._store.delete_key(key))
@@ -86,6 +117,8 @@ class Board:
                 "that holds it (rank 0, or torchrun's agent) is stopped, gone, or out of reach. "
                 "Look at that process and its log"
             ) from None
+        if isinstance(answer, RuntimeError):
+            raise self._lost(answer) from answer
         if isinstance(answer, BaseException):
             raise answer
         return answer
@@ -109,6 +142,7 @@ def default_board() -> Board | None:
     board: Board | None = boards.get("default")
     if board is None or board._store is not store:
         board = boards["default"] = Board(store)
+        board.set(f"shardwise/card/{dist.get_rank()}", Process.own().card)
     return board
 
 
@@ -134,11 +168,48 @@ def whereabouts(board: Board, ranks: Iterable[int]) -> list[str]:
     ranks = list(ranks)
     for rank in ranks[:_SHOWN]:
         at = board.find(f"shardwise/where/{rank}")
-        quiet = "waits for nobody: in user code, stopped, or ended"
-        lines.append(f"  rank {rank}: {at or quiet}")
+        process = board.process_of(rank)
+        state = "unknown" if process is None else process.state
+        quiet = {
+            "runs": "waits for nobody: in user code",
+            "unknown": "waits for nobody: in user code, stopped, or ended",
+        }
+        text = at or quiet.get(state, "")
+        if process is not None and state in _TROUBLES:
+            text = f"{_TROUBLES[state]} (process {process.pid}){', ' if text else ''}{text}"
+        lines.append(f"  rank {rank}: {text}")
     if len(ranks) > _SHOWN:
         lines.append(f"  ... and {len(ranks) - _SHOWN} more ranks")
     return lines
+
+
+def check_lives(ranks: Iterable[int], what: str) -> None:
+    """TransportError if one of these ranks has ended: nobody need wait for it."""
+    board = default_board()
+    for rank in ranks:
+        process = board.process_of(rank) if board is not None else None
+        if process is not None and process.state == "ended":
+            raise TransportError(
+                f"rank {rank} (process {process.pid}) has ended while rank {dist.get_rank()} waits "
+                f"for {what}. Read the log of rank {rank} first"
+            )
+
+
+def ended_ranks(ranks: Iterable[int]) -> str:
+    """What to say about a broken connection: which of these ranks have ended, as far as is known
+    here."""
+    board, found = default_board(), []
+    with contextlib.suppress(TransportError):
+        processes = [(r, board.process_of(r)) for r in ranks] if board is not None else []
+        found = [f"rank {r} (process {p.pid})" for r, p in processes if p and p.state == "ended"]
+    if found:
+        return (
+            f"{' and '.join(found)} {'have' if len(found) > 1 else 'has'} ended: read there first."
+        )
+    return (
+        "A peer ended, issued something else, or took longer than the process group's timeout; "
+        "read the logs of the other ranks first."
+    )
 
 
 def all_ranks() -> range:
@@ -152,9 +223,17 @@ def explain(what: str, position: Position | None, waited_s: float) -> str:
     return head if board is None else "\n".join([head, *whereabouts(board, all_ranks())])
 
 
-def wait_for(work: Any, what: str, position: Position | None = None) -> None:
+def wait_for(
+    work: Any,
+    what: str,
+    position: Position | None = None,
+    *,
+    ranks: Iterable[int] = (),
+    heeds_work: bool = False,
+) -> None:
     """Wait for a collective on the host. A long wait is told to the others, then logged, and an
-    error at the limit.
+    error at the limit, or once one of `ranks` has ended. With `heeds_work` a rank that says that
+    it is busy (`AtWork`) is waited for however long it takes.
     """
     board, began, has_told, warned = default_board(), time.monotonic(), False, False
     while True:
@@ -167,7 +246,8 @@ def wait_for(work: Any, what: str, position: Position | None = None) -> None:
                 raise
             has_told = True
             post_whereabouts(board, f"{text_of(position)}, waits for {what}")
-            if waited > wait_limit_s():
+            check_lives(ranks, what)
+            if waited > wait_limit_s() and not (heeds_work and busy_ranks(board, ranks)):
                 raise PeerTimeoutError(
                     explain(what, position, waited) + "\nAll ranks must make the same calls. If "
                     "one may really take longer, raise the limit: shardwise.set_wait_limit()"
@@ -186,3 +266,120 @@ def all_reduce(tensor: Any, op: Any, group: Any, what: str) -> None:
     work = dist.all_reduce(tensor, op, group, async_op=on_host)
     if on_host and work is not None:
         wait_for(work, what)
+
+
+class Told:
+    """Around a wait that cannot be cut into slices: told to the others and logged as others are."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._over = what, threading.Event()
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._tell, args=(default_board(),), daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def _tell(self, board: Board | None) -> None:
+        if self._over.wait(STALL_S):
+            return
+        began, pause = time.monotonic() - STALL_S, max(0.0, warn_after_s() - STALL_S)
+        with contextlib.suppress(TransportError):
+            if board is not None:
+                post_whereabouts(board, f"waits for {self._what}")
+            while not self._over.wait(pause):
+                waited = time.monotonic() - began
+                pause = waited
+                if board is None:
+                    logger.warning("waited %.0f s for %s", waited, self._what)
+                else:
+                    logger.warning("%s", explain(self._what, None, waited))
+            if board is not None:
+                clear_whereabouts(board)
+
+
+class AtWork:
+    """Around what a rank does while others wait for it: from STALL_S on it tells them that it is at
+    it, for as long as its process runs."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._over = what, threading.Event()
+
+    def __enter__(self) -> None:
+        board = default_board()
+        if board is not None:
+            threading.Thread(target=self._tell, args=(board,), daemon=True).start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+
+    def _tell(self, board: Board) -> None:
+        began = time.monotonic()
+        while not self._over.wait(STALL_S):
+            with contextlib.suppress(TransportError):
+                post_whereabouts(
+                    board, f"{_BUSY}{self._what}, for {time.monotonic() - began:.0f} s"
+                )
+        if time.monotonic() - began > STALL_S:
+            with contextlib.suppress(TransportError):
+                clear_whereabouts(board)
+
+
+_BUSY = "at work: "
+
+
+def busy_ranks(board: Board, ranks: Iterable[int]) -> list[int]:
+    """Those that have said lately that they are at work; asks twice, a while apart."""
+    texts = [{r: board.find(f"shardwise/where/{r}") or "" for r in ranks}]
+    time.sleep(2 * STALL_S)
+    texts.append({r: board.find(f"shardwise/where/{r}") or "" for r in ranks})
+    return [r for r, now in texts[1].items() if now.startswith(_BUSY) and now != texts[0][r]]
+
+
+def gather_objects(own: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:
+    """`dist.all_gather_object`, with a wait like others where it goes over Gloo."""
+    world = dist.get_world_size(group)
+    if "gloo" not in dist.get_backend(group):
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, own, group=group)
+        return found
+    data = _packed(own)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    _wait_at_ease(dist.all_gather(sizes, _size(data), group=group, async_op=True), group, what)
+    parts = [torch.empty(int(max(sizes)), dtype=torch.uint8) for _ in range(world)]
+    data = torch.nn.functional.pad(data, (0, int(max(sizes)) - data.numel()))
+    _wait_at_ease(dist.all_gather(parts, data, group=group, async_op=True), group, what)
+    return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_object(own: Any, group: dist.ProcessGroup | None, what: str) -> Any:
+    """What the group's first rank has, with a wait like others where it goes over Gloo."""
+    if "gloo" not in dist.get_backend(group):
+        box = [own]
+        dist.broadcast_object_list(box, group=group, group_src=0)
+        return box[0]
+    data = _packed(own)
+    size = _size(data)
+    _wait_at_ease(dist.broadcast(size, group=group, async_op=True, group_src=0), group, what)
+    if dist.get_rank(group):
+        data = torch.empty(int(size), dtype=torch.uint8)
+    _wait_at_ease(dist.broadcast(data, group=group, async_op=True, group_src=0), group, what)
+    return _unpacked(data)
+
+
+def _packed(thing: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+
+
+def _unpacked(data: torch.Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
+
+
+def _size(data: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([data.numel()])
+
+
+def _wait_at_ease(work: Any, group: dist.ProcessGroup | None, what: str) -> None:
+    if work is not None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        wait_for(work, what, ranks=ranks, heeds_work=True)

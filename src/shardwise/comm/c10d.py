@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER, backend_name
 from shardwise.comm import c10d_tree
+from shardwise.comm.board import ended_ranks
 from shardwise.comm.order_check import OrderCheck
 from shardwise.comm.staging import (
     GatherPlan,
@@ -218,11 +219,10 @@ class C10dTransport:
         """The error of a collective, with where this rank stood."""
         at = self._position
         where = f"step {at.step}, {at.phase}, unit {at.unit}" if at else "outside of a step"
+        own = self._shard.ranks[self._shard.rank]
+        ranks = {rank for axis in (self._shard, self._replicate) for rank in axis.ranks}
         return TransportError(
-            f"c10d: {what} failed on rank {self._shard.rank} of axis {self._shard.name!r} "
-            f"({where}): {error}\n"
-            "A peer ended, issued something else, or took longer than the process group's timeout; "
-            "read the logs of the other ranks first."
+            f"c10d: {what} failed on rank {own} ({where}): {error}\n{ended_ranks(sorted(ranks))}"
         )
 
     def _scatters_by_all_reduce(self, packed: torch.Tensor) -> bool:

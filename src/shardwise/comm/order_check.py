@@ -38,6 +38,7 @@ from typing import Any
 from shardwise.comm.board import (
     STALL_S,
     Board,
+    check_lives,
     clear_whereabouts,
     default_board,
     explain,
@@ -51,6 +52,7 @@ from shardwise.errors import DivergenceError, PeerTimeoutError
 logger = logging.getLogger(__name__)
 
 KEPT_PHASES = 16
+_KNOWN = 64  # ranks whose processes are looked up before anything went wrong
 FIRST_PAUSE_S = 5e-5  # about what a look takes
 ABANDONED = -1  # in place of a hash
 _REMEDY = (
@@ -82,6 +84,7 @@ class OrderCheck:
         self._followers: dict[Any, tuple[str, str]] = {}
         self._kind: tuple[str, str] | None = None
         self._last = "nothing yet"
+        self._heard: list[Any] | None = None  # the trouble of another rank, which ends a phase here
 
     @classmethod
     def of(cls, axis: Axis) -> OrderCheck | None:
@@ -100,8 +103,11 @@ class OrderCheck:
         """Control enters the engine."""
         before, self._kind = self._kind, (position.phase, position.unit)
         self._phase += 1
-        self._position = position
         self._board.in_phase[self] = None
+        if self._phase == 2:  # all ranks have shown their cards; the store may be lost later
+            for rank in self._ranks[:_KNOWN]:
+                self._board.process_of(rank)
+        self._position, self._heard = position, None
         self._issued, self._names = [], []
         self._as_remembered = self._followers.get(before) == self._kind
         self._remembered = self._orders.get(self._kind, [])
@@ -142,6 +148,7 @@ class OrderCheck:
             return
         self._orders.clear()  # whatever comes next is asked for
         if theirs[1] == ABANDONED:
+            self.check_trouble()  # the rank where it began may be another one
             raise DivergenceError(
                 f"rank {self._neighbour} ended {position.phase} by an exception, rank {self._rank} "
                 "did not; the cause is the error there, read its log first"
@@ -155,8 +162,9 @@ class OrderCheck:
         """An exception ended the phase here: say so, and ask about whatever comes next."""
         if self._position is None:
             return
+        trouble = self._heard or [self._phase, self._rank, reason]
         self._tell_end([ABANDONED, len(self._issued)], "a phase by an exception")
-        self._board.set(f"{self._mesh}/trouble", json.dumps([self._phase, self._rank, reason]))
+        self._board.set(f"{self._mesh}/trouble", json.dumps(trouble))
         self._position = self._kind = None
         self._board.in_phase.pop(self, None)
         self._orders.clear()
@@ -214,6 +222,7 @@ class OrderCheck:
                 f"{rank} in {' of unit '.join(said[1])!r}",
                 so_far="are to issue",
                 remark=remark_on(self._kind[0] if self._kind else "", said[1][0]),
+                rank=rank,
             )
         for i, (mine, theirs) in enumerate(zip(self._issued, said[2], strict=False)):
             if mine != theirs:
@@ -223,13 +232,20 @@ class OrderCheck:
                     f"as number {i + 1} rank {self._rank} issues the {here}, rank {rank} the "
                     f"{there}",
                     so_far="are to issue",
+                    rank=rank,
                 )
 
     def _diverged(self, how: str, so_far: str = "issued", remark: str = "") -> DivergenceError:
+    def _diverged(
+        self, how: str, so_far: str = "issued", rank: int | None = None
+    ) -> DivergenceError:
         phase = self._kind[0] if self._kind else "a phase"
+        other = self._neighbour if rank is None else rank
         return DivergenceError(
             f"rank {self._rank} and rank {self._neighbour} {so_far} different collectives in "
             f"{phase}: {how}. {_REMEDY}{'.' if remark else ''}{remark}"
+            f"rank {self._rank} and rank {other} {so_far} different collectives in "
+            f"{phase}: {how}. {_REMEDY}"
         )
 
     def _entry_of(self, rank: int) -> list[Any] | None:
@@ -294,6 +310,7 @@ class OrderCheck:
             return
         phase, rank, reason = json.loads(text)
         if phase >= self._phase and rank != self._rank:
+            self._heard = [phase, rank, reason]
             raise DivergenceError(
                 f"rank {rank} ended the phase that rank {self._rank} waits in "
                 f"({text_of(self._position)}), by: {reason}"
@@ -322,6 +339,9 @@ class _Watch:
                 each._say()
             each.check_trouble()
         self._has_said = True
+            check._say()
+        check.check_trouble()
+        check_lives(check._ranks, self._what)
         if waited_s > wait_limit_s():
             raise PeerTimeoutError(
                 explain(self._what, self._position, waited_s) + f"\n{_REMEDY}. If a rank may "

@@ -23,6 +23,7 @@ from shardwise._torch_compat import (
     post_accumulate_hooks,
     tensor_hooks,
 )
+from shardwise.comm.board import Told
 from shardwise.comm.transport import Axis
 from shardwise.engine.extensions import inner_tensors
 from shardwise.engine.mesh import ShardMesh
@@ -54,7 +55,8 @@ def synchronize(named: list[tuple[str, torch.Tensor]], mesh: ShardMesh) -> None:
         return
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
-            _synchronize_over(tensors, axis, mesh.device)
+            with Told("the weights of all ranks, to compare them"):
+                _synchronize_over(tensors, axis, mesh.device)
 
 
 def _synchronize_over(

@@ -29,12 +29,12 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_copy, local_of, plain_alias, set_versions
+from shardwise.comm.board import gather_objects
 from shardwise.comm.transport import Bucket, Handle
 from shardwise.engine.bucket import BucketState, checked_local
 from shardwise.engine.param import ShardedParam
@@ -250,8 +250,8 @@ class ExtensionBucket(BucketState):
             failed, found = error, f"{type(error).__name__}: {error}"
         everybody: list[Any] = [found]
         if self.mesh.shard.size > 1 and self.transport.name != "fake":
-            everybody = [None] * self.mesh.shard.size
-            dist.all_gather_object(everybody, found, group=self.mesh.shard.group)
+            group = self.mesh.shard.group
+            everybody = gather_objects(found, group, "inputs of extension gathers")
         if failed is not None:
             raise failed
         for rank, theirs in enumerate(everybody):

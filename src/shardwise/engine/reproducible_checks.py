@@ -11,10 +11,10 @@ import platform
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
 from shardwise._torch_compat import post_accumulate_hooks, tensor_hooks
+from shardwise.comm.board import gather_objects
 from shardwise.comm.tree_sum import TreeTransport
 from shardwise.engine.unit import Unit
 
@@ -165,8 +165,7 @@ def _ranks(unit: Unit, settings: tuple[int, ...]) -> Iterator[str]:
     for axis in (unit.mesh.shard, unit.mesh.replicate):
         if axis.size == 1:
             continue
-        everyone: list[dict[str, str]] = [{}] * axis.size
-        dist.all_gather_object(everyone, own, group=axis.group)
+        everyone = gather_objects(own, axis.group, "what the bits depend on, of all ranks")
         for rank, other in zip(axis.ranks, everyone, strict=True):
             for key in own:
                 if other[key] != everyone[0][key]:

@@ -33,6 +33,7 @@ from shardwise.train.run_dir import RunDir, finished
 from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
 _DEFAULT_CPU_RANKS = 2
+_ENDING_S = "5"  # for ranks that run on when another one has failed; then they are killed
 
 
 def launch(
@@ -56,6 +57,7 @@ def launch(
         return 0
     listen(port).close()  # a taken port is found before torch is imported
     stay_on_loopback()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ENDING_S)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         stop_file = Path(folder, "stop")
         _forward_signals(stop_file)

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.comm.board import Told
+from shardwise.comm.limits import wait_limit_s, warn_after_s
 from shardwise.errors import ConfigError, ShardwiseError, TrainingError, TransportError
 from shardwise.train.config import Config
 from shardwise.train.config_file import LoadedConfig
@@ -29,6 +31,8 @@ from shardwise.train.restarts import EXIT_ERROR, EXIT_FINAL, EXIT_OTHER_RANK, EX
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
 
 _PR_SET_PDEATHSIG = 1
+_START_LIMITS = 5  # times the limit of a wait: programs and data come from slow disks
+_SHOWN = 64  # ranks in one text
 # What c10d and Gloo say on the ranks that did not fail themselves.
 _LOST_PEER = ("connection closed by peer", "connection reset", "broken pipe", "remote process")
 
@@ -40,7 +44,10 @@ def run_rank(loaded: LoadedConfig, stop: StopRequest) -> int:
     ranks: Ranks | None = None
     try:
         device = _device(loaded)
-        ranks = _join(device)
+        found = _join(device, stop)
+        if found is None:
+            return 0
+        ranks = found
         train(loaded, ranks, device, stop)
         dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - the process ends here
@@ -110,12 +117,17 @@ def _device(loaded: LoadedConfig) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _join(device: torch.device) -> Ranks:
-    """Joins the job; rank exchanges of Python objects and numbers go over Gloo on any device."""
+def _join(device: torch.device, stop: StopRequest) -> Ranks | None:
+    """Joins the job; rank exchanges of Python objects and numbers go over Gloo on any device. None
+    where a rank was asked to stop before all were there."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     options: dict[str, Any] = {} if device.type == "cpu" else {"device_id": device}
     try:
-        dist.init_process_group(backend, **options, **_meeting_place())
+        place = _meeting_place()
+        if not _all_are_there(**place, stop=stop):
+            return None
+        with Told("all ranks to connect to each other"):
+            dist.init_process_group(backend, **options, **place)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "in use" not in str(error):
             raise TrainingError(f"cannot join the job: {_first_line(error)}") from error
@@ -146,6 +158,30 @@ def _meeting_place() -> dict[str, Any]:
     store, rank, world_size = next(dist.rendezvous("env://"))
     name = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/restart_{count}"
     return {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}
+
+
+def _all_are_there(store: dist.Store, rank: int, world_size: int, stop: StopRequest) -> bool:
+    """Waits in turns, unlike `init_process_group`: so a wait can be told, and a signal is heeded.
+    The first to write `start` decides for all whether they go on."""
+    store.set(f"there/{rank}", "")
+    names = [f"there/{number}" for number in range(world_size)]
+    began, warn_at, pause = time.monotonic(), warn_after_s(), 0.005
+    while not store.check(names):
+        if stop.by:
+            if store.compare_set("start", "", "stopped") == b"stopped":
+                if rank == 0:
+                    _say(f"stopped by {stop.by} before all ranks had started", None)
+                return False
+        elif (waited := time.monotonic() - began) > warn_at:
+            missing = [r for r, name in enumerate(names[:_SHOWN]) if not store.check([name])]
+            text = f"rank {rank} has waited {waited:.0f} s for ranks {missing} to start"
+            if waited > _START_LIMITS * wait_limit_s():
+                raise TransportError(f"{text}; read their logs first")
+            _say(f"{text}: they import, are stopped, or cannot reach the store", None)
+            warn_at = 2 * waited
+        time.sleep(pause)
+        pause = min(0.1, 1.5 * pause)
+    return store.compare_set("start", "", "go") == b"go"
 
 
 def _first_line(error: BaseException) -> str:

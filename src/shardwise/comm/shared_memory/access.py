@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from shardwise.comm.board import gather_objects
 from shardwise.comm.shared_memory import futex
 from shardwise.comm.shared_memory.arena import Arena, Mapping
 from shardwise.comm.shared_memory.control import HEAD_BYTES, Control
@@ -95,9 +94,7 @@ def exchange(shard: Axis, replicate: Axis, item: Any) -> list[Any]:
 def _all_gather(axis: Axis, item: Any) -> list[Any]:
     if axis.size == 1:
         return [item]
-    items: list[Any] = [None] * axis.size
-    dist.all_gather_object(items, item, group=axis.group)
-    return items
+    return gather_objects(item, axis.group, "ranks that are to share memory")
 
 
 def _prepare(rank: int, num_ranks: int) -> tuple[Card, Arena | None]:
