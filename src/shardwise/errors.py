@@ -27,6 +27,11 @@ class TransportError(ShardwiseError, RuntimeError):
     """A transport that cannot be opened or that lost a peer."""
 
 
+class UnavailableError(TransportError):
+    """A transport that cannot be opened here: a mistake in what was asked for, or in the
+    environment."""
+
+
 class PeerTimeoutError(TransportError):
     """A peer did not arrive within the time limit; says who waits for whom: step, phase, unit."""
 

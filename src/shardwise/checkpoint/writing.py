@@ -61,6 +61,8 @@ def write_state(
     except RuntimeError as error:  # CheckpointError, or what `Ranks` makes of a rank's error
         if saving is not None and hosts.leads:
             store.discard(saving)
+        if ranks.agreed_error is not error:  # a rank is lost: that is the error
+            raise
         text = (
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}; "
             "earlier checkpoints are untouched"

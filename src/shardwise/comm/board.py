@@ -345,10 +345,10 @@ def gather_objects(own: Any, group: dist.ProcessGroup | None, what: str) -> list
         return found
     data = _packed(own)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    _wait_at_ease(dist.all_gather(sizes, _size(data), group=group, async_op=True), group, what)
+    _run(lambda: dist.all_gather(sizes, _size(data), group=group, async_op=True), group, what)
     parts = [torch.empty(int(max(sizes)), dtype=torch.uint8) for _ in range(world)]
     data = torch.nn.functional.pad(data, (0, int(max(sizes)) - data.numel()))
-    _wait_at_ease(dist.all_gather(parts, data, group=group, async_op=True), group, what)
+    _run(lambda: dist.all_gather(parts, data, group=group, async_op=True), group, what)
     return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -360,10 +360,10 @@ def broadcast_object(own: Any, group: dist.ProcessGroup | None, what: str) -> An
         return box[0]
     data = _packed(own)
     size = _size(data)
-    _wait_at_ease(dist.broadcast(size, group=group, async_op=True, group_src=0), group, what)
+    _run(lambda: dist.broadcast(size, group=group, async_op=True, group_src=0), group, what)
     if dist.get_rank(group):
         data = torch.empty(int(size), dtype=torch.uint8)
-    _wait_at_ease(dist.broadcast(data, group=group, async_op=True, group_src=0), group, what)
+    _run(lambda: dist.broadcast(data, group=group, async_op=True, group_src=0), group, what)
     return _unpacked(data)
 
 
@@ -379,7 +379,15 @@ def _size(data: torch.Tensor) -> torch.Tensor:
     return torch.tensor([data.numel()])
 
 
-def _wait_at_ease(work: Any, group: dist.ProcessGroup | None, what: str) -> None:
-    if work is not None:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        wait_for(work, what, ranks=ranks, heeds_work=True)
+def _run(issue: Callable[[], Any], group: dist.ProcessGroup | None, what: str) -> None:
+    """A collective in which ranks may be busy for long."""
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    try:
+        if (work := issue()) is not None:
+            wait_for(work, what, ranks=ranks, heeds_work=True)
+    except TransportError:
+        raise
+    except RuntimeError as error:  # Gloo's, of a connection
+        first = next(iter(str(error).splitlines()), "")
+        text = f"rank {dist.get_rank()} waited for {what}: {first}\n{ended_ranks(ranks)}"
+        raise TransportError(text) from error

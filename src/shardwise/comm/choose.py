@@ -18,7 +18,7 @@ from shardwise.comm.c10d import C10dTransport
 from shardwise.comm.fake import FakeTransport
 from shardwise.comm.kept import kept
 from shardwise.comm.transport import Axis, Transport
-from shardwise.errors import TransportError
+from shardwise.errors import UnavailableError
 
 NAMES = ("auto", "c10d", "shared_memory", "fake")
 
@@ -34,7 +34,7 @@ def open_transport(
     """The transport of a mesh, one for all models on it; all its ranks call it with the same name.
     `mesh`: the axes of the whole, where the two are a part of it whose phases are the mesh's.
 
-    Raises ValueError for a name that does not exist, TransportError for one that cannot work here.
+    Raises ValueError for a name that does not exist, UnavailableError for one that cannot work here.
     """
     if not isinstance(name, str):
         return _users_own(name)
@@ -43,7 +43,7 @@ def open_transport(
     if choice == "fake":
         return FakeTransport(shard, replicate)
     if choice == "shared_memory" and reason:
-        raise TransportError(
+        raise UnavailableError(
             f"transport='shared_memory' cannot serve this mesh: {reason}. Use 'auto' or 'c10d'."
         )
     opened = kept("transports")

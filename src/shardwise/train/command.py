@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
-from shardwise.train.restarts import Restarts
+from shardwise.train.restarts import EXIT_FINAL, Restarts
 
 # The launcher's options, and the numbers that they take.
 _OWN_OPTIONS = {
@@ -94,6 +94,19 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"shardwise train: {error}", file=sys.stderr)
         return 2
+    except (ImportError, MemoryError, OSError) as error:
+        return _cannot_start(error)
+
+
+def _cannot_start(error: Exception) -> int:
+    """Of the environment, where it is: a limit that even importing torch exceeds."""
+    from shardwise.train.limits import explain
+
+    found = explain(error)
+    if not found:
+        raise error
+    print(f"shardwise train: {error or type(error).__name__}: {found}", file=sys.stderr)
+    return EXIT_FINAL
 
 
 def _run_as_rank(arguments: Sequence[str]) -> int:
@@ -113,7 +126,10 @@ def _run_as_rank(arguments: Sequence[str]) -> int:
         if os.environ["RANK"] == "0":
             print(f"shardwise train: {error}", file=sys.stderr)
         return 2
-    from shardwise.train.worker import exit_now, run_rank
+    try:
+        from shardwise.train.worker import exit_now, run_rank
+    except (ImportError, MemoryError, OSError) as error:
+        return _cannot_start(error)
 
     code = run_rank(loaded, stop)
     if code:

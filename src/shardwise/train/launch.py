@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this machine, through torchrun's own API.
+"""Starts the ranks of a job on this machine, with the environment that torchrun gives them.
 
     shardwise train CONFIG ...   -> this launcher -> N times `python -m shardwise.train CONFIG ...`
     torchrun -m shardwise.train CONFIG ...        -> the same ranks, started by somebody else
@@ -14,12 +14,15 @@ allows it (`restarts`).
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -27,13 +30,14 @@ from shardwise.checkpoint.store import list_checkpoints
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, world_problems
 from shardwise.train.config_file import LoadedConfig
-from shardwise.train.meeting import listen, stay_on_loopback
+from shardwise.train.meeting import listen, open_store, stay_on_loopback
 from shardwise.train.restarts import EXIT_USER, Failure, Restarts
 from shardwise.train.run_dir import RunDir, finished
 from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 
 _DEFAULT_CPU_RANKS = 2
-_ENDING_S = "5"  # for ranks that run on when another one has failed; then they are killed
+ENDING_S = 5.0  # for ranks that run on when another one has failed; then they are killed
+_LOOK_S = 0.05  # between looks at the ranks
 
 
 def launch(
@@ -57,7 +61,6 @@ def launch(
         return 0
     listen(port).close()  # a taken port is found before torch is imported
     stay_on_loopback()
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _ENDING_S)
     with tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         stop_file = Path(folder, "stop")
         _forward_signals(stop_file)
@@ -83,10 +86,11 @@ def _run_until_done(
     for number in range(1, restarts.most + 2):
         if stop_file.exists():  # asked to stop while torch was imported, or after a failure
             return 0
-        codes = _run(command, nproc, port)
+        ends = _run(command, nproc, port)
+        codes = ends.codes
         if not codes:
             return 0
-        failure = Failure.of(codes)
+        failure = Failure.of(codes, ends.killed)
         if EXIT_USER in codes.values():
             return EXIT_USER
         if stop_file.exists() and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGINT}:
@@ -104,29 +108,47 @@ def _run_until_done(
     raise AssertionError("the last round returns")
 
 
-def _run(command: list[str], nproc: int, port: int) -> dict[int, int]:
-    """Runs the ranks once; exit codes of those that failed, the first to end first."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Exit codes of ranks that failed, the first to end first, and those that had to be killed."""
 
-    from shardwise.train.rendezvous import rendezvous_options
+    codes: dict[int, int]
+    killed: frozenset[int]
 
-    # The ranks say themselves what went wrong; the agent's banner would bury it.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        **rendezvous_options(port),
-        max_restarts=0,  # the agent's restarts have the same number of ranks, mistakes included
-        signals_to_handle="SIGQUIT",  # the others are ours: see the module's docstring
-    )
-    try:
-        elastic_launch(config, sys.executable)(*command)
-        return {}
-    except ChildFailedError as error:
-        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        return {rank: failure.exitcode for rank, failure in failures}
+
+def _run(command: list[str], nproc: int, port: int) -> Ends:
+    """Runs the ranks once. When one has failed the others have ENDING_S to say what they know."""
+    store, meeting = open_store(port)
+    ranks = {}
+    for rank in range(nproc):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+        sizes = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), "GROUP_WORLD_SIZE": "1"}
+        environment = {**os.environ, **meeting, **place, **sizes}
+        ranks[rank] = subprocess.Popen(
+            [sys.executable, *command], env=environment, start_new_session=True
+        )
+    codes: dict[int, int] = {}
+    killed: set[int] = set()
+    end_at = math.inf
+    while ranks:
+        for rank, process in list(ranks.items()):
+            if (code := process.poll()) is None:
+                continue
+            del ranks[rank]
+            if code and not codes:
+                end_at = time.monotonic() + ENDING_S
+                for other in ranks.values():
+                    other.terminate()
+            if code:
+                codes[rank] = code
+        if time.monotonic() > end_at:
+            end_at = math.inf
+            killed |= set(ranks)
+            for process in ranks.values():
+                process.kill()
+        time.sleep(_LOOK_S)
+    del store
+    return Ends(codes, frozenset(killed))
 
 
 def _start(config: Config) -> str:

@@ -3,7 +3,7 @@ start again.
 
     how a rank ended            means                               lost
     killed by a signal          it, its memory or its host is gone  yes
-    hung past the wait limit    the agent has to kill it            yes
+    hung past the wait limit    the launcher has to kill it         yes
     exit 1 (an exception)       may come again or not               no
     exit 3, SIGTERM             another one failed                  no
     exit 2, exit 4              a mistake, a loss that is no        the job ends: it would come
@@ -16,7 +16,7 @@ copy in memory (`memory`) that is whole. Steps since then are done again. No tor
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
@@ -77,10 +77,12 @@ class Failure:
     is_final: bool
 
     @classmethod
-    def of(cls, codes: Mapping[int, int]) -> Failure:
-        """From the exit codes of the ranks that failed, the first to end first."""
+    def of(cls, codes: Mapping[int, int], killed: Container[int] = ()) -> Failure:
+        """From the exit codes of the ranks that failed, the first to end first, and those of them
+        that the launcher had to kill: hung ones where nobody else is the cause, else slow ones."""
         consequences = (EXIT_OTHER_RANK, _ENDED_BY_AGENT)
         causes = {rank: code for rank, code in codes.items() if code not in consequences}
+        causes = {rank: code for rank, code in causes.items() if rank not in killed} or causes
         rank, code = next(iter((causes or codes).items()))
         return cls(
             rank,

@@ -22,7 +22,14 @@ import torch.distributed as dist
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.board import Told
 from shardwise.comm.limits import wait_limit_s, warn_after_s
-from shardwise.errors import ConfigError, ShardwiseError, TrainingError, TransportError
+from shardwise.errors import (
+    ConfigError,
+    ShardwiseError,
+    TrainingError,
+    TransportError,
+    UnavailableError,
+)
+from shardwise.train import limits
 from shardwise.train.config import Config
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.job import train
@@ -57,8 +64,12 @@ def run_rank(loaded: LoadedConfig, stop: StopRequest) -> int:
 
 def _report(error: BaseException, rank: int, ranks: Ranks | None) -> int:
     """Says once what happened, in a line if it was foreseen; returns the exit code."""
+    if found := limits.explain(error):
+        _say(f"{_first_line(error)}: {found}", rank)
+        return EXIT_FINAL
     if _is_lost_peer(error):
-        _say(f"another rank has failed: {_first_line(error)}", rank)
+        text = str(error) if isinstance(error, TransportError) else _first_line(error)
+        _say(f"another rank has failed: {text}", rank)
         return EXIT_OTHER_RANK
     agreed = ranks is not None and ranks.agreed_error is error
     if ranks is None or not agreed or rank == ranks.reporter:
@@ -66,7 +77,7 @@ def _report(error: BaseException, rank: int, ranks: Ranks | None) -> int:
         if not isinstance(error, ShardwiseError):
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}"
         _say(text, None if agreed else rank)
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | UnavailableError):
         return EXIT_USER
     return EXIT_FINAL if agreed and isinstance(error, TrainingError) else EXIT_ERROR
 
@@ -191,7 +202,7 @@ def _first_line(error: BaseException) -> str:
 def _is_lost_peer(error: BaseException) -> bool:
     text = str(error).lower()
     if isinstance(error, TransportError):
-        return True
+        return not isinstance(error, UnavailableError)
     return isinstance(error, RuntimeError) and any(part in text for part in _LOST_PEER)
 
 
