@@ -3,19 +3,25 @@ and ends with the numbers of an uninterrupted run."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
 from shardwise.train.restarts import Failure, Restarts
+from shardwise.train.worker import _all_are_there
 
 SHARDWISE = [sys.executable, "-m", "shardwise.cli", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -196,3 +202,61 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ConfigError, match="same_world needs the same ranks"):
         Restarts(1, min_ranks=1).check(same, 2)
     Restarts(1, min_ranks=2).check(same, 2)
+
+
+def test_a_rank_that_had_to_be_killed_is_lost_only_where_it_is_the_cause() -> None:
+    hung = Failure.of({0: 3, 1: -9}, killed={1})
+    assert (hung.rank, hung.num_lost) == (1, 1)
+    slow = Failure.of({2: -9, 0: -9, 1: -9}, killed={0, 1})
+    assert (slow.rank, slow.num_lost) == (2, 1)
+    raised = Failure.of({2: 1, 0: -9}, killed={0})
+    assert (raised.rank, raised.num_lost) == (2, 0)
+
+
+def test_limits_and_folders_are_told_as_what_they_are() -> None:
+    from shardwise.train.limits import explain
+
+    assert "ulimit -n is" in explain(OSError(errno.EMFILE, "Too many open files"))
+    assert "permission" in explain(PermissionError(errno.EACCES, "Permission denied"))
+    assert "no space" in explain(OSError(errno.ENOSPC, "No space left on device"))
+    assert explain(ValueError("mine")) == ""
+    wrapped = RuntimeError("could not be written")
+    wrapped.__cause__ = OSError(errno.EROFS, "Read-only file system")
+    assert "read-only" in explain(wrapped)
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        assert explain(MemoryError()) == ""  # nothing was limited: memory is short, it may pass
+    mistake = ConfigError("run.dir: cannot be made")
+    mistake.__context__ = PermissionError(errno.EACCES, "Permission denied")
+    assert explain(mistake) == ""  # it says itself what is wrong
+
+
+def test_a_limit_on_files_is_not_retried(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("one two three four five six seven " * 200)
+    sizes = ["--model.dim=16", "--model.layers=1", "--model.heads=2", "--data.seq_len=16"]
+    options = ["--data.source=text.txt", "--run.device=cpu", "--train.eval_every=0", "--nproc=2"]
+    done = subprocess.run(
+        [*SHARDWISE, *sizes, *options, "--max-restarts=2", "--run.dir=run"],
+        cwd=tmp_path,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20480, 20480)),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "the size of a file is limited here (ulimit -f is 20)" in done.stderr
+    assert "another rank has failed" not in done.stderr
+    assert "restart 1" not in done.stderr
+
+
+@pytest.mark.parametrize("stopped_by", ["", "SIGTERM"])
+def test_ranks_meet_or_leave_together(stopped_by: str) -> None:
+    store = HashStore()
+    stop: Any = SimpleNamespace(by=stopped_by)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(_all_are_there, store, 0, 2, stop)
+        if stopped_by:
+            assert not first.result(LIMIT_S)
+        assert _all_are_there(store, 1, 2, stop) is not bool(stopped_by)
+        assert first.result(LIMIT_S) is not bool(stopped_by)

@@ -236,6 +236,8 @@ def wait_for(
     it is busy (`AtWork`) is waited for however long it takes.
     """
     board, began, has_told, warned = default_board(), time.monotonic(), False, False
+    was_over = not heeds_work  # who has just ended its work gets one more slice to come
+    said: dict[int, str] = {}
     while True:
         try:
             work.wait(timedelta(seconds=min(STALL_S, wait_limit_s())))
@@ -247,11 +249,14 @@ def wait_for(
             has_told = True
             post_whereabouts(board, f"{text_of(position)}, waits for {what}")
             check_lives(ranks, what)
-            if waited > wait_limit_s() and not (heeds_work and busy_ranks(board, ranks)):
+            before, said = said, busy_ranks(board, ranks) if heeds_work else {}
+            is_over = waited > wait_limit_s() and said.items() <= before.items()
+            if is_over and was_over:
                 raise PeerTimeoutError(
                     explain(what, position, waited) + "\nAll ranks must make the same calls. If "
                     "one may really take longer, raise the limit: shardwise.set_wait_limit()"
                 ) from error
+            was_over = is_over or was_over
             if waited > warn_after_s() and not warned:
                 warned = True
                 logger.warning("%s", explain(what, position, waited))
@@ -328,12 +333,10 @@ class AtWork:
 _BUSY = "at work: "
 
 
-def busy_ranks(board: Board, ranks: Iterable[int]) -> list[int]:
-    """Those that have said lately that they are at work; asks twice, a while apart."""
-    texts = [{r: board.find(f"shardwise/where/{r}") or "" for r in ranks}]
-    time.sleep(2 * STALL_S)
-    texts.append({r: board.find(f"shardwise/where/{r}") or "" for r in ranks})
-    return [r for r, now in texts[1].items() if now.startswith(_BUSY) and now != texts[0][r]]
+def busy_ranks(board: Board, ranks: Iterable[int]) -> dict[int, str]:
+    """What those say that are at work; whose process is stopped says the same for ever."""
+    texts = {rank: board.find(f"shardwise/where/{rank}") or "" for rank in ranks}
+    return {rank: text for rank, text in texts.items() if text.startswith(_BUSY)}
 
 
 def gather_objects(own: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:

@@ -34,7 +34,8 @@ def open_transport(
     """The transport of a mesh, one for all models on it; all its ranks call it with the same name.
     `mesh`: the axes of the whole, where the two are a part of it whose phases are the mesh's.
 
-    Raises ValueError for a name that does not exist, UnavailableError for one that cannot work here.
+    Raises ValueError for a name that does not exist, UnavailableError for one that cannot work
+    here.
     """
     if not isinstance(name, str):
         return _users_own(name)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import resource
 
+from shardwise.errors import ConfigError
+
 _LIMITS = {
     errno.EFBIG: ("size of a file", "-f", resource.RLIMIT_FSIZE, 1024),
     errno.EMFILE: ("number of open files", "-n", resource.RLIMIT_NOFILE, 1),
@@ -39,15 +41,15 @@ _WORDS = {
 def explain(error: BaseException | None) -> str:
     """Which limit or folder an error, or one of its causes, comes from; empty where it is none of
     these, or where nothing was limited."""
-    while error is not None:
+    while error is not None and not isinstance(error, ConfigError):  # which says it itself
         if found := _of_number(_number(error)):
             return found
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return ""
 
 
 def _number(error: BaseException) -> int | None:
-    if isinstance(error, OSError) and error.errno is not None:
+    if isinstance(error, OSError) and error.errno not in (None, errno.EAGAIN):
         return error.errno
     if isinstance(error, MemoryError):
         return errno.ENOMEM
@@ -65,6 +67,6 @@ def _of_number(number: int | None) -> str:
     if allowed == resource.RLIM_INFINITY:
         return ""
     return (
-        f"the {what} is limited here (ulimit {option} is {allowed // unit}); raise the limit in the "
-        "shell that starts the job"
+        f"the {what} is limited here (ulimit {option} is {allowed // unit}); raise the limit in "
+        "the shell that starts the job"
     )

@@ -64,14 +64,18 @@ def run_rank(loaded: LoadedConfig, stop: StopRequest) -> int:
 
 def _report(error: BaseException, rank: int, ranks: Ranks | None) -> int:
     """Says once what happened, in a line if it was foreseen; returns the exit code."""
+    agreed = ranks is not None and ranks.agreed_error is error
     if found := limits.explain(error):
-        _say(f"{_first_line(error)}: {found}", rank)
+        if not agreed or rank == (ranks.reporter if ranks else rank):
+            where = (
+                "" if isinstance(error, ShardwiseError) else f"\n{traceback.format_exc().rstrip()}"
+            )
+            _say(f"{_first_line(error)}: {found}{where}", rank)
         return EXIT_FINAL
     if _is_lost_peer(error):
         text = str(error) if isinstance(error, TransportError) else _first_line(error)
         _say(f"another rank has failed: {text}", rank)
         return EXIT_OTHER_RANK
-    agreed = ranks is not None and ranks.agreed_error is error
     if ranks is None or not agreed or rank == ranks.reporter:
         text = str(error)
         if not isinstance(error, ShardwiseError):

@@ -16,6 +16,7 @@ together have a cache line of their own.
      512    64  any rank              doorbell of the domain (rank 0's is used; the kernel adds)
      576    72  owner, as a barrier   a word that nobody reads
      640    80  before `entered`      text of the position, 384 bytes, ends at a zero byte
+    1024   128  before `abandoned`    why, after the number of the phase; 1,024 bytes, as the text
     4096   512  before `agreed`       flags, two buffers of 2,048 bytes, one byte for each flag
     8192  1024  attach, post          directory: records of 256 bytes
 
@@ -46,6 +47,7 @@ DOORBELL_WORD = 64
 FENCE_WORD = 72
 _NONCE_BYTES = 16
 _TEXT_AT, _TEXT_BYTES = 640, 384
+_WHY_AT, _WHY_BYTES = 1024, 1024
 _NAME_AT, _NAME_BYTES = 192, 64
 
 MASK_WORDS = 6  # of 64 parameters each
@@ -105,6 +107,13 @@ class Control:
     @text.setter
     def text(self, value: str) -> None:
         _write(self._bytes, _TEXT_AT, _TEXT_BYTES, value)
+
+    def why_abandoned(self, phase: int) -> str:
+        number, _, why = _read(self._bytes, _WHY_AT, _WHY_BYTES).partition(" ")
+        return why if number == str(phase) else ""
+
+    def say_why(self, phase: int, why: str) -> None:
+        _write(self._bytes, _WHY_AT, _WHY_BYTES, f"{phase} {why}")
 
     def has_abandoned(self, phase: int) -> bool:
         return self.words[24 + (phase & 1)] >> 1 == phase

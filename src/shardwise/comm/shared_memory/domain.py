@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -201,9 +202,9 @@ class Domain:
         if self in _running:
             _running.remove(self)
 
-    def give_up(self) -> None:
-        """An exception ended the phase here: say so. `abandon` must follow, before shards are
-        written.
+    def give_up(self, why: str = "") -> None:
+        """An exception ended the phase here: say so, and why (by itself: the exception that is on
+        its way). `abandon` must follow, before shards are written.
         """
         if not self.active:
             return
@@ -211,10 +212,18 @@ class Domain:
         if self.mail is not None:
             self.mail.drop_all()
         self._gave_up, own = self.phase, self.own
+        own.say_why(self.phase, why or self._reason())
         own.mark_abandoned(self.phase, gone=False)
         self.order()
         own.left = self.phase
         self.doorbell.ring()
+
+    def _reason(self) -> str:
+        error = sys.exc_info()[1]
+        first = next(iter(str(error).splitlines()), "")
+        if isinstance(error, TransportError):
+            return first  # says itself which rank it is about
+        return f"rank {self.ranks[self.me]}: {type(error).__name__}: {first}" if error else ""
 
     def abandon(self) -> None:
         """Give up, and wait a little for peers that are still in the phase."""
@@ -253,12 +262,16 @@ class Domain:
         self.order()
         for i in self.others:
             if self.controls[i].has_abandoned(self.phase):
-                where = self.own.text
-                self.give_up()
+                where, rank = self.own.text, self.ranks[i]
+                # What it has heard itself is passed on: the cause may be on another rank.
+                why = self.controls[i].why_abandoned(self.phase) or f"rank {rank}: an exception"
+                self.give_up(why)
+                cause = f"The cause is the error on rank {rank}; read its log first ({why})."
+                if not why.startswith(f"rank {rank}:"):
+                    cause = f"The cause is elsewhere: {why}"
                 raise TransportError(
-                    f"rank {self.ranks[i]} ended {where} by an exception, so this phase "
-                    f"ends here too. The cause is the error on rank {self.ranks[i]}; read its log "
-                    "first."
+                    f"rank {rank} ended {where} by an exception, so this phase ends here too. "
+                    f"{cause}"
                 )
 
     def _phase(self, what: str) -> int:
