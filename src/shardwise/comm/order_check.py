@@ -235,17 +235,14 @@ class OrderCheck:
                     rank=rank,
                 )
 
-    def _diverged(self, how: str, so_far: str = "issued", remark: str = "") -> DivergenceError:
     def _diverged(
-        self, how: str, so_far: str = "issued", rank: int | None = None
+        self, how: str, so_far: str = "issued", remark: str = "", rank: int | None = None
     ) -> DivergenceError:
         phase = self._kind[0] if self._kind else "a phase"
         other = self._neighbour if rank is None else rank
         return DivergenceError(
-            f"rank {self._rank} and rank {self._neighbour} {so_far} different collectives in "
-            f"{phase}: {how}. {_REMEDY}{'.' if remark else ''}{remark}"
             f"rank {self._rank} and rank {other} {so_far} different collectives in "
-            f"{phase}: {how}. {_REMEDY}"
+            f"{phase}: {how}. {_REMEDY}{'.' if remark else ''}{remark}"
         )
 
     def _entry_of(self, rank: int) -> list[Any] | None:
