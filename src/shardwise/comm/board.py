@@ -50,6 +50,7 @@ class Board:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self.in_phase: dict[Any, None] = {}  # the order checks of this rank in which a phase is on
+        self.heard: tuple[int, str] | None = None  # the trouble of a rank, which ends a phase here
         self._processes: dict[int, Process] = {}
         self._questions: _Questions | None = None
 

@@ -84,7 +84,6 @@ class OrderCheck:
         self._followers: dict[Any, tuple[str, str]] = {}
         self._kind: tuple[str, str] | None = None
         self._last = "nothing yet"
-        self._heard: list[Any] | None = None  # the trouble of another rank, which ends a phase here
 
     @classmethod
     def of(cls, axis: Axis) -> OrderCheck | None:
@@ -107,7 +106,7 @@ class OrderCheck:
         if self._phase == 2:  # all ranks have shown their cards; the store may be lost later
             for rank in self._ranks[:_KNOWN]:
                 self._board.process_of(rank)
-        self._position, self._heard = position, None
+        self._position, self._board.heard = position, None
         self._issued, self._names = [], []
         self._as_remembered = self._followers.get(before) == self._kind
         self._remembered = self._orders.get(self._kind, [])
@@ -162,7 +161,8 @@ class OrderCheck:
         """An exception ended the phase here: say so, and ask about whatever comes next."""
         if self._position is None:
             return
-        trouble = self._heard or [self._phase, self._rank, reason]
+        rank, reason = self._board.heard or (self._rank, reason)
+        trouble = [self._phase, rank, reason]
         self._tell_end([ABANDONED, len(self._issued)], "a phase by an exception")
         self._board.set(f"{self._mesh}/trouble", json.dumps(trouble))
         self._position = self._kind = None
@@ -307,7 +307,7 @@ class OrderCheck:
             return
         phase, rank, reason = json.loads(text)
         if phase >= self._phase and rank != self._rank:
-            self._heard = [phase, rank, reason]
+            self._board.heard = (rank, reason)
             raise DivergenceError(
                 f"rank {rank} ended the phase that rank {self._rank} waits in "
                 f"({text_of(self._position)}), by: {reason}"
@@ -336,8 +336,6 @@ class _Watch:
                 each._say()
             each.check_trouble()
         self._has_said = True
-            check._say()
-        check.check_trouble()
         check_lives(check._ranks, self._what)
         if waited_s > wait_limit_s():
             raise PeerTimeoutError(
