@@ -5,6 +5,8 @@ Tested on every supported torch version by tests/test_torch_compat.py.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -40,6 +42,32 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     very end.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def around_backwards(around: Callable[..., Any]) -> None:
+    """Let every backward that Python starts, by whatever function, run as
+    `around(run, outputs, *args, **kwargs)`. No public hook fires before a backward, nor when one
+    fails. Torch's own tracing replaces the same two names, and puts back what it found.
+    """
+    run = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(run)
+    def engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(run, outputs, *args, **kwargs)
+
+    for module in (torch.autograd.graph, torch.autograd):
+        module._engine_run_backward = engine_run_backward  # type: ignore[attr-defined]
+
+
+def in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` runs: what is in the place of parameters goes away
+    again. It leaves no word but its frame.
+    """
+    frame = sys._getframe()
+    code = torch.nn.utils.stateless._functional_call.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 # (tensors, versions): sets version counters, which autograd compares when it unpacks saved tensors.

@@ -17,6 +17,7 @@ from shardwise.comm.streams import streams_for
 from shardwise.comm.transport import Transport
 from shardwise.engine.added import watch_registrations
 from shardwise.engine.audit import synchronize
+from shardwise.engine.backward_start import watch_backwards
 from shardwise.engine.build import Found, Plan, find_params, move_buffers, own_modules
 from shardwise.engine.context import Context
 from shardwise.engine.kept_forms import watch_forms
@@ -110,6 +111,7 @@ def fully_shard(
         synchronize(tensors, on_mesh)
     watch_optimizers()
     watch_registrations()
+    watch_backwards()
     name = type(modules[0]).__name__
     unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
     unit.tie(ties)

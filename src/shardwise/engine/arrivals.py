@@ -6,6 +6,11 @@
              costs as much as all the rest that is done for a small gradient): the accumulators are
              looked at together when the backward leaves the unit, and at its end
 
+`watch` also sees to it that all forms of a parameter agree on `requires_grad`. Users set it on the
+form that modules hold, which is the shard or the full parameter, before a forward or behind it: the
+form that has changed since they were last looked at wins. They are looked at before each use and
+before each backward (`backward_start`), so that autograd finds what a plain model would show it.
+
 Hooks are quiet only between a unit's first sign of a backward and the end of that backward, so a
 gradient that comes without any other sign is always heard. Autograd fills an accumulator once for
 each backward, so what is found there is whole.
@@ -38,6 +43,7 @@ Hook = Callable[[torch.Tensor], None]
 
 # What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
 _trains = attrgetter("sharded.requires_grad", "full.requires_grad")
+_flag = attrgetter("requires_grad")
 _not_heard: Hook = deque(maxlen=0).append  # does nothing, without leaving C
 
 
@@ -49,7 +55,7 @@ class Arrivals:
         self.has_frozen = True  # some parameters get no gradient
         self._trainable = 0  # the others, as a mask
         self._forms = -1  # of the bucket, when hooks were set
-        self._trains: tuple[tuple[bool, bool], ...] = ()  # both forms, when last looked at
+        self._flags: tuple[tuple[bool, ...], ...] = ()  # of all forms, when last looked at
         self._hooked: set[int] = set()
         self._small: list[tuple[int, ShardedParam]] = []
         self._small_bytes = 0
@@ -58,27 +64,33 @@ class Arrivals:
 
     def watch(self, grads: BucketGrads) -> int:
         """See to it that `grads` hears of gradients; returns the mask of parameters with one."""
-        found = tuple(map(_trains, self._state.params))
-        if found == self._trains and self._forms == self._state.num_forms:
+        state = self._state
+        found = _flags_of(state) if state.between else tuple(map(_trains, state.params))
+        if found == self._flags and self._forms == self._state.num_forms:
             return self._trainable
-        if self._forms != self._state.num_forms:
-            self._forms = self._state.num_forms
+        if self._forms != state.num_forms:
+            self._forms = state.num_forms
+            self._flags = ()
             self._hooked.clear()
             self._small, self._small_hooks, self._small_bytes = [], [], 0
         trainable = 0
-        for i, (param, (requires_grad, _)) in enumerate(
-            zip(self._state.params, found, strict=True)
-        ):
-            full = param.full
-            if full.requires_grad != requires_grad:
-                full.requires_grad_(requires_grad)
-            if requires_grad:
+        for i, param in enumerate(state.params):
+            if _agree(param, self._flags[i][0] if self._flags else None):
                 trainable |= 1 << i
                 if i not in self._hooked:
                     self._hook(grads, i, param)
-        self._trains = tuple((trains, trains) for trains, _ in found)
-        self._trainable, self.has_frozen = trainable, trainable != (1 << len(found)) - 1
+        self._flags = _flags_of(state) if state.between else tuple(map(_trains, state.params))
+        everything = (1 << len(state.params)) - 1
+        self._trainable, self.has_frozen = trainable, trainable != everything
         return trainable
+
+    def watch_again(self, grads: BucketGrads) -> None:
+        """The same for forms that were watched before; others have no flags to agree on."""
+        state = self._state
+        if self._forms == state.num_forms and (
+            state.between or tuple(map(_trains, state.params)) != self._flags
+        ):
+            grads.ledger.trainable = self.watch(grads)
 
     def _hook(self, grads: BucketGrads, index: int, param: ShardedParam) -> None:
         self._hooked.add(index)
@@ -128,6 +140,24 @@ class Arrivals:
             grads.open(unit.scale(self._state))
         grads.put_all(arrived)
         return grads.is_complete
+
+
+def _flags_of(state: BucketState) -> tuple[tuple[bool, ...], ...]:
+    return (*map(_trains, state.params), tuple(map(_flag, state.between)))
+
+
+def _agree(param: ShardedParam, before: bool | None) -> bool:
+    """Whether a parameter trains; all its forms say so from here on. `before`: what they said when
+    they were last looked at.
+    """
+    forms = [f for f in (param.sharded, param.full, param.between) if f is not None]
+    trains = param.sharded.requires_grad
+    if before is not None:
+        trains = before != any(f.requires_grad != before for f in forms)
+    for form in forms:
+        if form.requires_grad != trains:
+            form.requires_grad_(trains)
+    return trains
 
 
 def _hook_for(grads: BucketGrads, index: int) -> Hook:

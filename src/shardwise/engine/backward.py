@@ -221,7 +221,7 @@ class BackwardPass:
             unit.num_uses = 0
             if not self._creates_graph:
                 unit.in_double_backward = False
-            if unit.is_held or unit in self._touched:
+            if unit.is_held or unit in self._touched or not unit.shows_shards:
                 unit.rest_after_backward()
 
     def flush(self) -> None:

@@ -44,6 +44,11 @@ def forget(backward: BackwardPass) -> None:
             passes.remove(backward)
 
 
+def is_to_end(task: int | None) -> bool:
+    """A graph task runs, as far as anybody knows: one that failed lets go of its passes."""
+    return task in _ENDS
+
+
 def _end(task: int, passes: _Passes) -> None:
     """Autograd has run all nodes of a graph task."""
     _ENDS.pop(task, None)  # who comes now, by a hook, gets an end of its own

@@ -15,7 +15,7 @@ written since.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -24,16 +24,18 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch_compat import local_of, set_versions, storage_uses
 from shardwise.comm.blocks import Blocks
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
+from shardwise.engine.guests import Guest
 from shardwise.engine.holders import Holder, holders_of
 from shardwise.engine.home import Home
 from shardwise.engine.mesh import ShardMesh
-from shardwise.engine.param import ShardedParam
+from shardwise.engine.param import ShardedParam, Slot
 from shardwise.engine.shard_tensor import Mark, ShardTensor
 from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy, middle_layout
 
 # What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
 _version = attrgetter("_version")
 _shows_shards = attrgetter("shows_shards")
+_local = attrgetter("sharded._local_tensor")
 
 
 class BucketState:
@@ -68,6 +70,9 @@ class BucketState:
         self._blocks = Blocks.of_process()
         self.num_forms = 0  # how often full or sharded forms were replaced
         self._holders: tuple[Holder, ...] | None = None  # None: parameters or places have changed
+        self.between: list[torch.Tensor] = []  # forms over a smaller world, see `regroup`
+        self.guests: list[Guest] = []  # in the place of parameters for one call
+        self._registered: tuple[torch.Tensor, ...] = ()  # what the registered shards show
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()  # of the full parameters when they were gathered
         self._own_uses = 0  # of the storage by engine and transport, see `kept_views`
@@ -276,17 +281,17 @@ class BucketState:
         return all(param.is_in_place for param in self.params)
 
     def is_registered(self) -> bool:
-        """True when every slot holds the sharded or the full form of its parameter."""
-        if all(map(_shows_shards, self.holders)):
+        """True when every slot holds a form of its parameter, or a guest, and the sharded forms
+        show this bucket's memory: `swap_tensors` gives them that of others.
+        """
+        if self._registered and not all(map(is_, map(_local, self.params), self._registered)):
+            return False
+        if all(map(_shows_shards, self._holders or self.holders)):
             return True
         for param in self.params:
-            for parameters, name in param.slots:
-                held = parameters.get(name)
-                if held is None or (
-                    held is not param.sharded
-                    and held is not param.full
-                    and held is not param.between
-                ):
+            for slot in param.slots:
+                held = slot[0].get(slot[1])
+                if not param.is_form(held) and not any(g.is_in(slot) for g in self.guests):
                     return False
         return True
 
@@ -305,15 +310,30 @@ class BucketState:
     def forget_forms(self) -> None:
         """Full or sharded forms are others than before."""
         self._holders = None
+        self._registered = tuple(map(_local, self.params))
         self.num_forms += 1
 
     def register_full(self) -> None:
+        guests = self._present_guests() if self.guests else ()
         for holder in self._holders or self.holders:
             holder.parameters.update(holder.full)
+        for guest in guests:
+            guest.serve()
 
     def register_sharded(self) -> None:
+        guests = self._present_guests() if self.guests else ()
         for holder in self._holders or self.holders:
             holder.parameters.update(holder.sharded)
+        for guest in guests:
+            guest.rest()
+
+    @property
+    def guest_slots(self) -> list[Slot]:
+        return [guest.slot for guest in self.guests]
+
+    def _present_guests(self) -> list[Guest]:
+        self.guests = [g for g in self.guests if g.is_in(g.slot)]
+        return self.guests
 
 
 @torch.inference_mode(False)

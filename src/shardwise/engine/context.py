@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,14 +42,24 @@ _wires = attrgetter("wires")
 _serves_alone = attrgetter("serves_alone")
 
 
+_LIVE: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+
+
+def contexts() -> list[Context]:
+    """All that are alive, oldest first."""
+    return list(_LIVE.values())
+
+
 class Context:
     """See the module docstring. Units are held weakly: they belong to their modules, and a model
     that is deleted frees its memory at once, also before the backward of its last forward.
     """
 
     def __init__(self) -> None:
+        _LIVE[id(self)] = self
         self._units: list[weakref.ref[Unit]] = []
         self.depth = 0
+        self.num_calls = 0  # of units
         self.latest_call: Call | None = None  # with gradients on, and a tensor as output
         self.order: dict[weakref.ref[Unit], None] = {}
         self.prefetch = Prefetch()
@@ -134,6 +145,7 @@ class Context:
         for unit in self.units:
             if unit._modules_run:
                 unit.rest_after_forward()
+        self.forget_guests()
         self.prefetch.end_forward()
         self.latest_call, self.is_alone = None, False
         self._leave("forward", name)
@@ -144,8 +156,16 @@ class Context:
         if outermost:
             self.abandon()
 
+    def forget_guests(self) -> None:
+        """They are for one call; what modules hold stays."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                if bucket.guests:
+                    bucket.guests = []
+
     def ran_forward(self, unit: Unit, *, is_awaited: bool) -> None:
         """A unit's forward begins. `is_awaited`: its backward is to be expected."""
+        self.num_calls += 1
         if self.log is not None:
             self.note("F", unit)
         if is_awaited:
@@ -198,6 +218,7 @@ class Context:
             if backward is not None:
                 self.torn += torn_in(unit)
             unit.abandon(keep=self.is_alone)
+        self.forget_guests()
         self.order.clear()
         self.latest_call, self.is_alone = None, False
         self.prefetch.forget()
@@ -253,6 +274,7 @@ class Context:
         backward = self.backward
         if backward is None:
             backward = self.backward = BackwardPass(self)
+            backward.watch_end()
             self._enter("backward", "")
             self.count_tokens()
         backward.watch_end()
@@ -316,6 +338,24 @@ class Context:
         self.backward_pass().pre_backward(unit)
 
 
+_OUTPUT = "shardwise.output"
+
+
+def watch_output(tensor: torch.Tensor, call: Call) -> None:
+    """Call `call` when the gradient of an output of its unit is complete."""
+    seen = behind_views(tensor)
+    seen.register_hook(call)
+    if seen.grad_fn is not None:
+        is_innermost = call.unit.context.num_calls == call.number
+        # That of an inner unit, where the outer one returns it as it is, stays.
+        seen.grad_fn.metadata.setdefault(_OUTPUT, (call.unit.ref, is_innermost))  # type: ignore[attr-defined]
+
+
+def output_at(node: Any) -> tuple[weakref.ref[Unit] | None, bool]:
+    """The unit whose output a node of a graph computes, and whether no other one ran inside."""
+    return node.metadata.get(_OUTPUT, (None, False))
+
+
 def behind_views(tensor: torch.Tensor) -> torch.Tensor:
     """Where a hook belongs: what is written to a view gives it a history anew, without the hooks
     that it had; and one on a view of which a part was written crashes torch. Many outputs are
@@ -330,10 +370,11 @@ class Call:
     backward is to come or under way; it lives as long as the hooks in its graph.
     """
 
-    __slots__ = ("__weakref__", "_leaf_hook", "followers", "output", "unit")
+    __slots__ = ("__weakref__", "_leaf_hook", "followers", "number", "output", "unit")
 
     def __init__(self, unit: Unit, *, is_open: bool) -> None:
         self.unit = unit
+        self.number = unit.context.num_calls
         self.output: weakref.ref[torch.Tensor] | None = None  # where it is a tensor
         self.followers: list[Call] = []  # whose only input that is
         self._leaf_hook: RemovableHandle | None = None

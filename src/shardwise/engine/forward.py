@@ -19,7 +19,7 @@ import torch
 
 from shardwise._torch_compat import graph_task_id
 from shardwise.engine.activations import KEEP, Activations
-from shardwise.engine.context import Call, Context, behind_views
+from shardwise.engine.context import Call, Context, watch_output
 from shardwise.engine.kept_views import over
 from shardwise.engine.outputs import cast_floats, map_tensors, may_hide_tensors, tensors_in
 from shardwise.engine.unit import Unit
@@ -114,13 +114,13 @@ def _watch_outputs(context: Context, call: Call, out: Any) -> bool:
     context.latest_call = None
     if isinstance(out, torch.Tensor):
         if out.requires_grad:
-            behind_views(out).register_hook(call)
+            watch_output(out, call)
             call.output = weakref.ref(out)
             context.latest_call = call
         return out.requires_grad
     watched = False
     for t in tensors_in(out):
         if t.requires_grad:
-            behind_views(t).register_hook(call)
+            watch_output(t, call)
             watched = True
     return watched

@@ -116,7 +116,9 @@ class Torn:
         param = self.param
         if param is None or self._grad is None or param.sharded.grad is not self._grad:
             return False
-        return param.partial_grad is self._grad or _version_of(self._grad) == self._version
+        if param.partial_grad is self._grad:
+            return True
+        return _version_of(self._grad) == self._version and bool(local_of(self._grad).any())
 
 
 def _version_of(grad: Any) -> int:
@@ -124,9 +126,7 @@ def _version_of(grad: Any) -> int:
 
 
 def torn_in(unit: Unit) -> list[Torn]:
-    """What an exception in a backward leaves half done. Before the unit is put to rest, which may
-    be in the next forward: what was cleared until then is not torn.
-    """
+    """What an exception in a backward leaves half done. Before the unit is put to rest."""
     return [
         Torn(param)
         for grads in unit.grads

@@ -118,7 +118,9 @@ class FSDPModule(UnitSettings):
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones."""
-        unit_of(self).reshard()
+        unit = unit_of(self)
+        unit.agree_on_flags()
+        unit.reshard()
 
     # -- nn.Module and state ---------------------------------------------------------------------
     def reset_iter_state(self) -> None:
@@ -351,6 +353,7 @@ def _check_materialized(root: nn.Module) -> None:
 def _check_owned(root: nn.Module, context: Context) -> None:
     params = [p for u in context.units for p in u.params]
     owned = {id(t) for p in params for t in (p.sharded, p.full, p.between)}
+    owned |= {id(s[0].get(s[1])) for u in context.units for b in u.buckets for s in b.guest_slots}
     data_ranks = {r for u in context.units for axis in u.mesh.axes for r in axis.ranks}
     ignored = {i for u in context.units for i in u.ignored}
     check_owned(root, owned, ignored, data_ranks)

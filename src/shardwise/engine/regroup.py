@@ -122,6 +122,7 @@ def _regroup(state: BucketState, world: int, open_on: Callable[[ShardMesh], Tran
     part = _Part(state, bucket, mesh, transport)
     for i, param in enumerate(state.params):
         param.between = _between(part, i, param)
+    state.between = [p.between for p in state.params if p.between is not None]
     return part
 
 
@@ -133,7 +134,8 @@ def _between(part: _Part, index: int, param: ShardedParam) -> nn.Parameter | Non
         return None
     dim = param.layout.spec.shard_dim
     spread = plain_spread(param.spread.shape, dim, part.mesh)
-    between = make_parameter(_own_rows(part, index), spread, param.name, None)
+    flag = param.sharded.requires_grad
+    between = make_parameter(_own_rows(part, index), spread, param.name, None, flag)
     assert param.belongings is not None
     param.belongings.give(between)
     return between

@@ -33,6 +33,7 @@ from shardwise.comm.streams import Streams
 from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads
+from shardwise.engine.guests import guests_of
 from shardwise.engine.home import Home
 from shardwise.engine.kept_forms import KeptForms, renew
 from shardwise.engine.kept_views import Attributes
@@ -128,7 +129,7 @@ class Unit(UnitGradients):
             for param in bucket.params:
                 param.unit = ref
         self.grads = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
-        self._shows_shards = True  # and nothing else is registered
+        self.shows_shards = True  # and nothing else is registered
         self._tell_transport()
         self._find_wires()
 
@@ -233,10 +234,16 @@ class Unit(UnitGradients):
         """Pick up parameters that were moved, cast or replaced since; does nothing when none
         was. `check_ties` is False after `_apply`, which replaces tied parameters one by one.
         """
+        self.admit_guests()
         if not all(b.is_current() for b in self.buckets):
             for param in self.params if check_ties else ():
                 check_tie(param)
             self._rebuild()
+
+    def admit_guests(self) -> None:
+        """Leave alone what `functional_call` has put in the place of parameters."""
+        for bucket in self.buckets:
+            bucket.guests = guests_of(bucket)
 
     def _rebuild(self) -> None:
         """Lay out and move what the modules hold now."""
@@ -255,6 +262,7 @@ class Unit(UnitGradients):
     def lay_out(self, found: list[Found]) -> None:
         """Manage `found` from now on, in new buffers."""
         self.forget_dead_slots()
+        self.agree_on_flags()
         if any(g.has_partial for g in self.grads):
             self.settle_partials()  # what was added up lies in the old layout
         if self.is_held:
@@ -417,7 +425,7 @@ class Unit(UnitGradients):
             bucket.count_uses_behind_gather()
 
     def use_full(self) -> None:
-        self._shows_shards = False
+        self.shows_shards = False
         for bucket in self.buckets:
             bucket.register_full()
         if self.kept_forms:
@@ -432,7 +440,7 @@ class Unit(UnitGradients):
         self.use_full()
 
     def use_shards(self) -> None:
-        self._shows_shards = True
+        self.shows_shards = True
         for bucket in self.buckets:
             bucket.register_sharded()
         if self.kept_forms:
@@ -459,6 +467,7 @@ class Unit(UnitGradients):
         given is left alone when the next one's turn comes.
         """
         self.forget_dead_slots()
+        self.agree_on_flags()
         if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
             if self.is_kept_by_wish and self.is_held and self.is_current_copy:
                 self.use_shards()
@@ -485,6 +494,10 @@ class Unit(UnitGradients):
     def pre_forward(self) -> None:
         if self.attributes is not None and self.attributes.could_hold:
             self.attributes.watch_forms()
+        if self.context.depth > 1:  # the outermost call has looked at all units before
+            for unit in (self, *self._tied_to):
+                if not all(map(_is_registered, unit.buckets)):
+                    unit.admit_guests()
         self._make_usable()
         self.watch_gradients()
         self._modules_run += 1
@@ -553,7 +566,7 @@ class Unit(UnitGradients):
         self._regrouped.keep()
         self.reshard()
         self._regrouped.register()
-        self._shows_shards = False
+        self.shows_shards = False
         renew(self.kept_forms)
 
     def _check_unwritten(self) -> None:
@@ -593,7 +606,7 @@ class Unit(UnitGradients):
 
     def rest_after_backward(self) -> None:
         """The state after a backward."""
-        if self.in_double_backward or (self._shows_shards and not self.is_held):
+        if self.in_double_backward or (self.shows_shards and not self.is_held):
             return  # or it is at rest already
         self.hides_outputs = False
         self._check_unwritten()
@@ -618,6 +631,10 @@ class Unit(UnitGradients):
         self._modules_run = self._num_users = self.num_uses = 0
         self.open_calls.clear()
         self.in_double_backward = self.hides_outputs = False
+        self.show_shards(keep=keep)
+
+    def show_shards(self, *, keep: bool = False) -> None:
+        """Behind an exception, whatever was to follow."""
         if self._regrouped is not None:
             self._regrouped.is_kept = False
         if self.keeps_between_steps or (keep and self.is_kept_by_wish):

@@ -49,6 +49,11 @@ class UnitGradients:
         for grads in self.grads:
             grads.ledger.trainable = grads.arrivals.watch(grads)
 
+    def agree_on_flags(self) -> None:
+        """`requires_grad` as users have set it on either form since it was last looked at."""
+        for grads in self.grads:
+            grads.arrivals.watch_again(grads)
+
     def arrived(self, grads: BucketGrads, index: int) -> bool:
         """A full gradient is in its accumulator. True when it was the unit's last.
 

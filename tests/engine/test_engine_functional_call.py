@@ -1,0 +1,215 @@
+"""`torch.func.functional_call` on sharded models: what it puts in the place of parameters belongs
+to the user for one call. The forward uses it, gradients go to it alone, and the model trains on.
+
+All ranks have the same data, so a plain model on it says what is right.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from engine_kit import (
+    STRATEGIES,
+    Mlp,
+    Setting,
+    batch,
+    full,
+    loss_of,
+    make,
+    same,
+    same_grads,
+    same_weights,
+    settings,
+)
+from torch.func import functional_call
+
+import shardwise as sw
+from ranks import on_ranks
+from shardwise.engine.shard_tensor import ShardTensor
+
+EVERY = settings(*STRATEGIES, reshard=(True, False))
+FEW = settings("full_shard", "shard_grad_op")
+Tensors = dict[str, torch.Tensor]
+
+
+class Inside(nn.Module):
+    """Calls its second layer with weights of its own making; the layer may be a unit."""
+
+    features = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.scale = nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x).tanh()
+        made = {"weight": torch.diag(self.scale), "bias": self.scale * 2}
+        once = functional_call(self.layers[1], made, (x,))
+        return self.layers[1](once) + functional_call(self.layers[1], {"bias": self.scale}, (x,))
+
+
+def both(setting: Setting, world: int, cls: type[nn.Module] = Mlp) -> tuple[nn.Module, Any]:
+    return make(cls), setting.shard(make(cls), world)
+
+
+def fast_of(plain: nn.Module, names: tuple[str, ...] = ()) -> Tensors:
+    """Whole leaves of the user's own."""
+    return {
+        n: (p.detach() * 0.5).requires_grad_()
+        for n, p in plain.named_parameters()
+        if not names or n in names
+    }
+
+
+def same_step(plain: nn.Module, model: Any, what: str) -> None:
+    """A usual step behind it is right, and nobody's gradient was left from before."""
+    for m in (plain, model):
+        loss_of(m(batch(plain, 1, 0))).backward()
+    same_grads(model, {n: p.grad for n, p in plain.named_parameters()}, what)
+    same_weights(model, {n: p.detach() for n, p in plain.named_parameters()}, what)
+    for m in (plain, model):
+        m.zero_grad()
+
+
+@pytest.mark.parametrize("names", [(), ("layers.1.weight", "norm.bias")], ids=["all", "some"])
+@on_ranks(2)
+def test_gradients_go_to_what_was_passed(names: tuple[str, ...], rank: int, world: int) -> None:
+    for setting in EVERY:
+        plain, model = both(setting, world)
+        for step in range(2):
+            fast, wanted = fast_of(plain, names), fast_of(plain, names)
+            x = batch(plain, step, 0)
+            loss_of(functional_call(model, fast, (x,))).backward()
+            loss_of(functional_call(plain, wanted, (x,))).backward()
+            for name in fast:
+                same(fast[name].grad, wanted[name].grad, f"{setting} {name}")
+            same_grads(model, {n: p.grad for n, p in plain.named_parameters()}, str(setting))
+            model.zero_grad()
+            plain.zero_grad()
+            same_step(plain, model, str(setting))
+
+
+@on_ranks(2)
+def test_inner_loops_of_second_order(rank: int, world: int) -> None:
+    """MAML: two inner steps with `create_graph`, the outer loss on all of them; the first weights
+    are computed from the model's own, whose gradients come through `full_tensor`.
+    """
+    for setting in EVERY:
+        plain, model = both(setting, world)
+        for step in range(2):
+            losses = []
+            start = {n: full(p).requires_grad_() for n, p in model.named_parameters()}
+            wanted = {n: p.detach().clone().requires_grad_() for n, p in plain.named_parameters()}
+            for m, first in ((plain, wanted), (model, start)):
+                fast = first
+                for i in range(2):
+                    loss = loss_of(functional_call(m, fast, (batch(plain, i, 0),)))
+                    grads = torch.autograd.grad(loss, list(fast.values()), create_graph=True)
+                    fast = {n: w - 0.1 * g for (n, w), g in zip(fast.items(), grads, strict=True)}
+                outer = loss_of(functional_call(m, fast, (batch(plain, 5 + step, 0),)))
+                outer.backward()
+                losses.append(outer.detach())
+            same(losses[1], losses[0], f"{setting} loss")
+            for name in start:
+                same(start[name].grad, wanted[name].grad, f"{setting} {name}")
+            same_step(plain, model, str(setting))
+
+
+@on_ranks(2)
+def test_inside_of_a_forward(rank: int, world: int) -> None:
+    """The layer is a unit of its own, or a part of the outer one."""
+    for setting in EVERY:
+        for whole in (False, True):
+            plain, model = make(Inside), make(Inside)
+            options = setting.options(world)
+            model = sw.fully_shard(model, **options) if whole else setting.shard(model, world)
+            for _ in range(2):
+                same_step(plain, model, f"{setting} {'one unit' if whole else 'nested'}")
+
+
+@on_ranks(2)
+def test_parameters_and_frozen_tensors(rank: int, world: int) -> None:
+    """Another model's parameters (an ensemble), and tensors that need no gradient, in one call;
+    the dictionary that was passed comes back as it was.
+    """
+    for setting in FEW:
+        plain, model = both(setting, world)
+        other = make(Mlp, seed=7)
+        other.layers[0].requires_grad_(False)
+        mine, theirs = dict(copy.deepcopy(other).named_parameters()), dict(other.named_parameters())
+        before = dict(mine)
+        x = batch(plain, 0, 0)
+        loss_of(functional_call(model, mine, (x,))).backward()
+        loss_of(functional_call(plain, theirs, (x,))).backward()
+        assert all(mine[n] is before[n] for n in before), str(setting)
+        for name in mine:
+            same(mine[name].grad, theirs[name].grad, f"{setting} {name}")
+        with torch.no_grad():
+            for kind in (lambda t: t, torch.Tensor.detach):
+                got = functional_call(model, {n: kind(t) for n, t in mine.items()}, (x,))
+                same(got, functional_call(plain, theirs, (x,)), f"{setting} without gradients")
+        same_step(plain, model, str(setting))
+
+
+@on_ranks(2)
+def test_as_the_first_forward_and_after_an_exception(rank: int, world: int) -> None:
+    for setting in FEW:
+        plain, model = both(setting, world)
+        fast = fast_of(plain)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            functional_call(model, fast, (torch.ones(2, 5),))
+        assert all(type(p) is ShardTensor for p in model.parameters())
+        got, wanted = fast_of(plain), fast_of(plain)
+        x = batch(plain, 0, 0)
+        loss_of(functional_call(model, got, (x,))).backward()
+        loss_of(functional_call(plain, wanted, (x,))).backward()
+        for name in got:
+            same(got[name].grad, wanted[name].grad, f"{setting} {name}")
+        same_step(plain, model, str(setting))
+
+
+@on_ranks(2)
+def test_under_a_policy(rank: int, world: int) -> None:
+    """Cast like the parameters, in a way that autograd can follow."""
+    for setting in FEW:
+        policy = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        model = setting.shard(make(Mlp), world, mp_policy=policy)
+        plain = make(Mlp)
+        fast, wanted = fast_of(plain), fast_of(plain)
+        x = batch(plain, 0, 0)
+        loss_of(functional_call(model, fast, (x,))).backward()
+        cast = {n: t.to(torch.bfloat16) for n, t in wanted.items()}
+        loss_of(functional_call(plain, cast, (x.to(torch.bfloat16),))).backward()
+        for name in fast:
+            assert fast[name].grad is not None and fast[name].grad.dtype == torch.float32
+            same(fast[name].grad, wanted[name].grad, f"{setting} {name}", exact=False)
+
+
+@on_ranks(2)
+def test_sharded_tensors(rank: int, world: int) -> None:
+    """Detached ones are taken over for the call (an average that lies like the model); those that
+    need a gradient are refused.
+    """
+    for setting in FEW:
+        plain, model = both(setting, world)
+        x = batch(plain, 0, 0)
+        average = {n: p.detach() * 0.5 for n, p in model.named_parameters()}
+        with torch.no_grad():
+            got = functional_call(model, average, (x,))
+            want = functional_call(plain, {n: t * 0.5 for n, t in plain.named_parameters()}, (x,))
+        same(got, want, str(setting))
+        fast = {n: p * 0.5 for n, p in model.named_parameters()}
+        with pytest.raises(NotImplementedError, match=r"\w\.\w+: functional_call with a sharded"):
+            functional_call(model, fast, (x,))
+        mixed = {n: p.detach() for n, p in model.named_parameters()}
+        mixed["layers.1.bias"] = torch.zeros(8, requires_grad=True)
+        with pytest.raises(
+            NotImplementedError, match=r"sharded tensor for layers\.1\.weight and a"
+        ):
+            functional_call(model, mixed, (x,))
+        same_step(plain, model, str(setting))
