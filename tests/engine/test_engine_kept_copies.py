@@ -105,6 +105,61 @@ def test_ranks_generate_unequal_lengths(rank: int, world: int, how: str, transpo
                     p.mul_(0.9)
 
 
+class Branches(nn.Module):
+    """Units of which a forward runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *which: int) -> torch.Tensor:
+        for i in which:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+@pytest.mark.parametrize("how", KEPT)
+@on_ranks(2)
+def test_ranks_that_run_different_units_generate(rank: int, world: int, how: str) -> None:
+    """A copy that a rank did not use is as current as the one that its peer did."""
+    torch.manual_seed(0)
+    plain = Branches()
+    model = sharded(plain, how, mesh=line(world), transport="shared_memory")
+    optimizers = tuple(torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    routes = ((0, 1), (0, 1, 2))
+    x = torch.full((2, 8), 0.3)
+    for num in (2, 0, 5):
+        ask_to_keep(model, how)
+        losses = [plain(x, *route).sum() for route in routes]
+        own = model(x, *routes[rank]).sum()
+        with torch.no_grad():  # between a forward and its backward
+            torch.testing.assert_close(model(x, *routes[rank]), plain(x, *routes[rank]))
+        torch.stack(losses).mean().backward()
+        own.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        alike(model, plain)
+        ask_to_keep(model, how)
+        with torch.no_grad():
+            for _ in range(1 + num * rank):
+                torch.testing.assert_close(model(x, *routes[rank]), plain(x, *routes[rank]))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_unit_that_nothing_runs_keeps_nobody_from_it(
+    rank: int, world: int, transport: str
+) -> None:
+    torch.manual_seed(0)
+    plain = Branches()
+    model = sharded(plain, "shard_grad_op", mesh=line(world), transport=transport)
+    x = torch.full((2, 8), 0.3)
+    with torch.no_grad():
+        for _ in range(2 + 3 * rank):
+            torch.testing.assert_close(model(x, 0, 2), plain(x, 0, 2))
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_ranks(4)
 def test_one_rank_evaluates_alone_between_steps(rank: int, world: int, transport: str) -> None:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_compat import graph_task
 from shardwise.comm.board import wait_for
-from shardwise.comm.transport import WITHOUT_GRADIENTS
+from shardwise.comm.transport import WITHOUT_GRADIENTS, is_unordered
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.backward_end import end_now
 from shardwise.engine.gradients import BucketGrads
@@ -70,6 +70,7 @@ class Context:
         self.is_accumulating = False  # a backward without sync has left partial gradients
         self.has_run = False
         self.is_alone = False  # a forward that copies serve which are kept, outside of any phase
+        self.keeps_some = False  # copies stay between forwards, by a strategy or by wish
         self.may_hold = False  # copies that users asked to keep may be there, on any rank
         self.torn: list[Torn] = []  # gradients that an exception left half done
         self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
@@ -84,6 +85,7 @@ class Context:
     def take_in(self, units: Iterable[Unit]) -> None:
         for unit in units:
             self.may_hold |= hasattr(unit, "context") and unit.context.may_hold
+            self.keeps_some |= unit.keeps_between_steps or unit.is_kept_by_wish
             unit.context = self
             if all(ref() is not unit for ref in self._units):
                 self._units.append(weakref.ref(unit))
@@ -147,8 +149,31 @@ class Context:
                 unit.rest_after_forward()
         self.forget_guests()
         self.prefetch.end_forward()
+        if self.keeps_some or not torch.is_grad_enabled():
+            self._fill_kept()
         self.latest_call, self.is_alone = None, False
         self._leave("forward", name)
+
+    def _fill_kept(self) -> None:
+        """Ranks may have run different units, or none may have run a certain one. Where copies stay
+        after this forward, those of all units do, on all ranks: a later forward without gradients
+        then asks nobody, on any rank.
+        """
+        if self.is_alone:
+            return
+        has_grad = torch.is_grad_enabled()
+        missing = [
+            unit
+            for unit in self.units
+            if unit.transports
+            and unit.needs_gather
+            and (unit.keeps_between_steps or unit.is_kept_by_wish)
+            and (not has_grad or is_unordered(unit.transport))  # else all ranks run the same
+        ]
+        for unit in missing:
+            unit.unshard()
+        for unit in missing:
+            unit.wait_unshard()
 
     def fail_call(self, outermost: bool) -> None:
         """An exception passes through. The outermost call puts everything back to rest."""

@@ -44,6 +44,7 @@ class UnitSettings:
         for unit in units_in(self, recurse):
             unit.root_rule = False
             unit.reshard_after_forward = reshard_after_forward
+            unit.context.keeps_some |= not reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -479,7 +479,8 @@ class Unit(UnitGradients):
             self.refresh()
         if self.context.is_alone and self.serves_alone:
             return
-        self.is_unsharded = self.was_unsharded = self.context.may_hold = True
+        self.is_unsharded = self.was_unsharded = True
+        self.context.may_hold = self.context.keeps_some = True
         with phase_on(self.wires, "unshard", self.name):
             if self.homes and graph_task() is None:  # a backward uses the values of its forward
                 self.context.agree_on_stale_copies([self])
