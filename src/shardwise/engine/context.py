@@ -302,6 +302,9 @@ class Context:
             backward.watch_end()
             self._enter("backward", "")
             self.count_tokens()
+            for unit in [u for u in self.units if not u.requires_sync]:
+                for grads in unit.grads:
+                    grads.note_trainable()
         backward.watch_end()
         return backward
 

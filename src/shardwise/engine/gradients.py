@@ -82,26 +82,29 @@ class BucketGrads:
         self._is_complex = state.layout.is_complex
         self.takes_plain_gradients = all(p.spread.whole is None for p in state.params)
         self._flags: tuple[bool, ...] = ()  # which parameters are in the layout
+        self._trained = 0  # mask of those that had gradients to come since the last reduction
         self._position: dict[int, int] = {}
         self._awaited = 0  # mask of the parameters in the layout
         self.receivers: Receivers | None = None  # of this rank's parts of the sum
 
     # -- collecting ------------------------------------------------------------------------------
     def trainable_layout(self) -> ReduceLayout:
-        """Layout of the parameters to reduce now: the trainable ones, and those that were frozen
-        while a partial gradient of theirs waits.
+        """Layout of the parameters to reduce now: those that train, and those that did in a former
+        backward of this accumulation. Not by what this rank has: ranks may have run other units.
         """
         if self.buffer is not None:
             assert self.layout is not None
             return self.layout  # the reduction under way keeps its layout
-        keeps_partial = self._keeps_partial
-        is_same = self.layout is not None and not keeps_partial
-        if is_same and tuple(map(_trains, self.state.params)) == self._flags:
-            assert self.layout is not None
-            return self.layout
-        return self._lay_out(
-            tuple(p.full.requires_grad or p.partial is not None for p in self.state.params)
-        )
+        flags = tuple(map(_trains, self.state.params))
+        if self._trained:
+            flags = tuple(now or bool(self._trained >> i & 1) for i, now in enumerate(flags))
+        return self._lay_out(flags)
+
+    def note_trainable(self) -> None:
+        """A backward without sync begins, on all ranks: its parameters belong to the reduction."""
+        self.arrivals.watch_again(self)
+        for i, param in enumerate(self.state.params):
+            self._trained |= param.full.requires_grad << i
 
     def _lay_out(self, flags: tuple[bool, ...]) -> ReduceLayout:
         if self.layout is None or flags != self._flags:
@@ -132,7 +135,7 @@ class BucketGrads:
         self.buffer = self.state.transport.grad_buffer(
             self.state.bucket, layout, self.out, scale.before
         )
-        self.arrived = 0
+        self.arrived = self._trained = 0
         for i, j in self._position.items() if self._keeps_partial else ():
             param = self.state.params[i]
             param.drop_cleared()
