@@ -30,6 +30,7 @@ from torch.func import functional_call
 import shardwise as sw
 from ranks import on_ranks
 from shardwise.engine.shard_tensor import ShardTensor
+from shardwise.engine.state import units_in
 
 EVERY = settings(*STRATEGIES, reshard=(True, False))
 FEW = settings("full_shard", "shard_grad_op")
@@ -212,4 +213,139 @@ def test_sharded_tensors(rank: int, world: int) -> None:
             NotImplementedError, match=r"sharded tensor for layers\.1\.weight and a"
         ):
             functional_call(model, mixed, (x,))
+        same_step(plain, model, str(setting))
+
+
+class TiedAround(nn.Module):
+    """A weight of a unit that the root uses too, and a layer that runs twice."""
+
+    features = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.out = nn.Linear(8, 8)
+        self.out.weight = self.layers[0].weight
+        self.out.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[1]):
+            x = layer(x).tanh()
+        return self.out(x)
+
+
+class TwoNames(nn.Module):
+    """A layer under two names, where torch leaves behind what it has put there."""
+
+    features = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.again = self.layers[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.layers[1](self.layers[0](x)).tanh())
+
+
+def same_call(plain: nn.Module, model: Any, what: str) -> None:
+    """`functional_call` on both, and gradients of what was passed."""
+    names = tuple(n for n, p in plain.named_parameters() if p.requires_grad)
+    own = [(m._parameters, dict(m._parameters)) for m in plain.modules()]
+    found = []
+    for m in (plain, model):
+        fast = fast_of(plain, names)
+        loss = loss_of(functional_call(m, fast, (batch(plain, 3, 0),)))
+        found.append(torch.autograd.grad(loss, list(fast.values())))
+        for held, before in own:
+            held.update(before)  # see `TwoNames`
+    for name, want, got in zip(names, *found, strict=True):
+        same(got, want, f"{what} {name}")
+
+
+@on_ranks(2)
+def test_ties_before_and_after_the_first_forward(rank: int, world: int) -> None:
+    """What is passed for a tied weight is no new parameter of the unit that uses it too, whenever
+    modules are looked through.
+    """
+    for setting in EVERY:
+        plain, model = both(setting, world, TiedAround)
+        held = list(model.parameters())
+        for step in range(2):
+            same_call(plain, model, f"{setting} {step}")
+            assert all(a is b for a, b in zip(model.parameters(), held, strict=True)), setting
+            nn.Linear(2, 2)  # the next call looks for new parameters
+        same_step(plain, model, str(setting))
+        names = [p.name for unit in units_in(model) for p in unit.params]
+        assert sorted(names) == sorted(n for n, _ in model.named_parameters()), str(setting)
+
+
+@on_ranks(2)
+def test_a_new_parameter_is_taken_in_by_the_call(rank: int, world: int) -> None:
+    """The unit is laid out anew, with its own values."""
+    for setting in FEW:
+        plain, model = both(setting, world)
+        same_step(plain, model, str(setting))
+        for m in (plain, model):
+            m.layers[1].register_parameter("more", nn.Parameter(torch.ones(3)))
+        names = ("layers.1.weight", "norm.bias")
+        fast, wanted = fast_of(plain, names), fast_of(plain, names)
+        x = batch(plain, 3, 0)
+        loss_of(functional_call(model, fast, (x,))).backward()
+        loss_of(functional_call(plain, wanted, (x,))).backward()
+        for name in fast:
+            same(fast[name].grad, wanted[name].grad, f"{setting} {name}")
+        same_grads(model, {n: p.grad for n, p in plain.named_parameters()}, str(setting))
+        for m in (plain, model):
+            m.zero_grad()
+        same_step(plain, model, str(setting))
+
+
+@on_ranks(4)
+def test_shards_over_a_smaller_world(rank: int, world: int) -> None:
+    """Registering them after the first of two runs leaves guests alone."""
+    for setting in settings(reshard=(2,)):
+        plain, model = both(setting, world, TiedAround)
+        same_step(plain, model, f"{setting} before")
+        same_call(plain, model, str(setting))
+        same_step(plain, model, str(setting))
+
+
+@on_ranks(2)
+def test_a_module_with_two_names(rank: int, world: int) -> None:
+    """The parameter is back once a backward or a forward has begun."""
+    for setting in EVERY:
+        plain, model = both(setting, world, TwoNames)
+        held = list(model.parameters())
+        for _ in range(2):
+            same_call(plain, model, str(setting))
+            assert all(a is b for a, b in zip(model.parameters(), held, strict=True)), setting
+        with torch.no_grad():
+            functional_call(model, fast_of(plain), (batch(plain, 3, 0),))
+        same(model(batch(plain, 3, 0)), plain(batch(plain, 3, 0)), str(setting))
+        same_step(plain, model, str(setting))
+
+
+@on_ranks(2)
+def test_between_unshard_and_the_backward(rank: int, world: int) -> None:
+    """The full parameters that the call found come back, and can be read; a forward that waits for
+    its backward has it.
+    """
+    for setting in EVERY:
+        plain, model = both(setting, world)
+        same_step(plain, model, str(setting))
+        for unit in (model, *model.layers):
+            unit.unshard()
+        loss = loss_of(functional_call(model, fast_of(plain), (batch(plain, 3, 0),)))
+        same(model.layers[0].weight, plain.layers[0].weight, f"{setting} unsharded")
+        loss.backward()
+        for m in (plain, model):
+            waiting = loss_of(m(batch(plain, 1, 0)))
+            with torch.no_grad():
+                functional_call(m, fast_of(plain), (batch(plain, 3, 0),))
+            functional_call(m, fast_of(plain), (batch(plain, 3, 0),))
+            waiting.backward()
+        same_grads(model, {n: p.grad for n, p in plain.named_parameters()}, str(setting))
+        for m in (plain, model):
+            m.zero_grad()
         same_step(plain, model, str(setting))

@@ -25,6 +25,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from shardwise._torch_compat import in_functional_call
 from shardwise.engine.audit import synchronize
 from shardwise.engine.build import Found, Tie, check_tie, own_modules
 from shardwise.engine.param import ShardedParam, Slot, home_of
@@ -57,17 +58,18 @@ def watch_registrations() -> None:
     register_module_module_registration_hook(REGISTRATIONS.note)
 
 
-def take_in_changes(unit: Unit, is_sharded: IsSharded) -> bool:
-    """Let a unit at rest manage what its modules hold now. True when that was something new."""
+def take_in_changes(unit: Unit, units: list[Unit], is_sharded: IsSharded) -> bool:
+    """Let a unit at rest manage what its modules hold now. True when that was something new. Its
+    root has `units`. What `functional_call` has put into a slot that any of them knows is not new.
+    """
     unit.forget_dead_slots()
-    known, new, ties = _sorted_slots(unit, is_sharded)
+    unit.admit_guests()
+    known, new, ties = _sorted_slots(unit, units, is_sharded)
     found = []
     for param in unit.params:
         slots = known.get(param) or _slots_of_replacement(param)
         if slots:
-            held = slots[0][0][slots[0][1]]
-            held = param.sharded if param.is_form(held) else held
-            found.append(Found.again(param, held, slots))
+            found.append(Found.again(param, unit.held_in(slots[0], param), slots))
     before = {(id(s[0]), s[1]) for p in unit.params for s in p.slots}
     after = {(id(s[0]), s[1]) for f in found for s in f.slots}
     if not new and not ties and before == after and len(found) == len(unit.params):
@@ -85,10 +87,12 @@ def take_in_changes(unit: Unit, is_sharded: IsSharded) -> bool:
 
 
 def _sorted_slots(
-    unit: Unit, is_sharded: IsSharded
+    unit: Unit, units: list[Unit], is_sharded: IsSharded
 ) -> tuple[dict[ShardedParam, list[Slot]], list[Found], list[Tie]]:
     """Slots of the unit's own parameters, new parameters, and those of other units."""
-    units = [*unit.context.units, unit]
+    units = [*unit.context.units, *units]
+    is_call = in_functional_call()
+    lent = {(id(s[0]), s[1]): p for u in units if is_call for p in u.params for s in p.slots}
     forms = {id(t): p for u in units for p in u.params for t in (p.sharded, p.full, p.between)}
     forms.pop(id(None), None)
     replaced = {(id(s[0]), s[1]) for p in unit.params for s in p.slots}
@@ -96,8 +100,8 @@ def _sorted_slots(
     new: dict[int, Found] = {}
     ties: list[Tie] = []
     for name, slot, held in _territory(unit, is_sharded):
-        home = forms.get(id(held)) or home_of(held)
-        if home is not None and home in unit.params and home.is_form(held):
+        home = lent.get((id(slot[0]), slot[1])) or forms.get(id(held)) or home_of(held)
+        if home is not None and home in unit.params and (is_call or home.is_form(held)):
             known.setdefault(home, []).append(slot)
         elif (id(slot[0]), slot[1]) in replaced or id(held) in unit.ignored:
             continue  # another tensor under a known name: `Unit.refresh` takes it
@@ -111,7 +115,8 @@ def _sorted_slots(
     for param, slots in known.items():  # slots in modules of other units, by ties
         there = {(id(s[0]), s[1]) for s in slots}
         for slot in param.slots:
-            if (id(slot[0]), slot[1]) not in there and param.is_form(slot[0].get(slot[1])):
+            is_held = is_call or param.is_form(slot[0].get(slot[1]))
+            if (id(slot[0]), slot[1]) not in there and is_held:
                 slots.append(slot)
     return known, list(new.values()), ties
 

@@ -30,6 +30,7 @@ import torch
 from shardwise._torch_compat import around_backwards, functorch_transform, graph_task
 from shardwise.engine.backward_end import is_to_end
 from shardwise.engine.context import Context, contexts, output_at
+from shardwise.engine.guests import take_back
 from shardwise.engine.param import ShardedParam, home_of
 from shardwise.engine.unit import Unit
 from shardwise.errors import EngineError
@@ -53,6 +54,8 @@ def _run(run: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: 
     for context in () if is_inner else live:
         for grads in chain.from_iterable(map(_grads, context.units)):
             grads.arrivals.watch_again(grads)
+            if grads.state.left:
+                take_back(grads.state)
     if len(args) > _INPUTS and args[_INPUTS]:
         inputs = _in_graph(outputs, args[_INPUTS], accumulates=kwargs["accumulate_grad"])
         args = (*args[:_INPUTS], inputs, *args[_INPUTS + 1 :])

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch_compat import local_of, set_versions, storage_uses
 from shardwise.comm.blocks import Blocks
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
-from shardwise.engine.guests import Guest
+from shardwise.engine.guests import Guest, Left
 from shardwise.engine.holders import Holder, holders_of
 from shardwise.engine.home import Home
 from shardwise.engine.mesh import ShardMesh
@@ -72,6 +72,7 @@ class BucketState:
         self._holders: tuple[Holder, ...] | None = None  # None: parameters or places have changed
         self.between: list[torch.Tensor] = []  # forms over a smaller world, see `regroup`
         self.guests: list[Guest] = []  # in the place of parameters for one call
+        self.left: list[Left] = []  # guests of calls that are over
         self._registered: tuple[torch.Tensor, ...] = ()  # what the registered shards show
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()  # of the full parameters when they were gathered
@@ -330,6 +331,16 @@ class BucketState:
     @property
     def guest_slots(self) -> list[Slot]:
         return [guest.slot for guest in self.guests]
+
+    def register_between(self) -> None:
+        """Shards over a smaller world, of those parameters that have them."""
+        guests = self._present_guests() if self.guests else ()
+        for param in self.params:
+            if param.between is not None:
+                for parameters, name in param.slots:
+                    parameters[name] = param.between
+        for guest in guests:
+            guest.rest()
 
     def _present_guests(self) -> list[Guest]:
         self.guests = [g for g in self.guests if g.is_in(g.slot)]

@@ -28,6 +28,7 @@ from shardwise.comm.transport import WITHOUT_GRADIENTS, is_unordered
 from shardwise.engine.backward import BackwardPass
 from shardwise.engine.backward_end import end_now
 from shardwise.engine.gradients import BucketGrads
+from shardwise.engine.guests import end_of_call
 from shardwise.engine.home import bring_up_to_date
 from shardwise.engine.ledger import Torn, torn_in
 from shardwise.engine.prefetch import Prefetch
@@ -182,11 +183,11 @@ class Context:
             self.abandon()
 
     def forget_guests(self) -> None:
-        """They are for one call; what modules hold stays."""
+        """They are for one call."""
         for unit in self.units:
             for bucket in unit.buckets:
                 if bucket.guests:
-                    bucket.guests = []
+                    end_of_call(bucket)
 
     def ran_forward(self, unit: Unit, *, is_awaited: bool) -> None:
         """A unit's forward begins. `is_awaited`: its backward is to be expected."""

@@ -11,6 +11,7 @@ autograd can follow. Those that need none are taken over, and the parameters aft
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,17 +29,17 @@ if TYPE_CHECKING:
 class Guest:
     """One tensor in one slot: what the user has put there, and the form in which modules use it."""
 
-    __slots__ = ("_served", "_tensor", "slot")
+    __slots__ = ("_served", "slot", "tensor")
 
     def __init__(self, slot: Slot, tensor: torch.Tensor, layout: BucketLayout) -> None:
         self.slot = slot
-        self._tensor = tensor
+        self.tensor = tensor
         is_cast = layout.needs_cast and tensor.is_floating_point()
         self._served = tensor.to(layout.gather_dtype) if is_cast else tensor
 
     def is_in(self, slot: Slot) -> bool:
         held = slot[0].get(slot[1])
-        return held is not None and (held is self._tensor or held is self._served)
+        return held is not None and (held is self.tensor or held is self._served)
 
     def serve(self) -> None:
         """The unit runs: in the dtype that its policy says."""
@@ -46,7 +47,44 @@ class Guest:
 
     def rest(self) -> None:
         """The very tensor: `functional_call` hands back what it finds."""
-        self.slot[0][self.slot[1]] = self._tensor
+        self.slot[0][self.slot[1]] = self.tensor
+
+
+class Left:
+    """A guest whose call is over. Where a module has two names in the model torch leaves it behind:
+    under the second name it puts back what it found there, which is the guest.
+    """
+
+    __slots__ = ("_slot", "_tensor")
+
+    def __init__(self, guest: Guest) -> None:
+        self._slot = guest.slot
+        self._tensor = weakref.ref(guest.tensor)
+
+    def give_way(self, state: BucketState) -> None:
+        parameters, name = self._slot
+        if parameters.get(name) is not self._tensor():
+            return
+        unit = state.unit()
+        for param in state.params:
+            if any(d is parameters and key == name for d, key in param.slots):
+                is_full = unit is not None and unit.is_held and not unit.shows_shards
+                parameters[name] = param.full if is_full else param.sharded
+
+
+def end_of_call(state: BucketState) -> None:
+    """The outermost forward is over; what modules hold stays until `functional_call` is."""
+    if in_functional_call():
+        state.left += map(Left, state.guests)
+    state.guests = []
+
+
+def take_back(state: BucketState) -> None:
+    """Parameters come back to where `functional_call` did not put them back."""
+    if not in_functional_call():
+        left, state.left = state.left, []
+        for guest in left:
+            guest.give_way(state)
 
 
 def guests_of(state: BucketState) -> list[Guest]:

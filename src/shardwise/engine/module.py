@@ -278,7 +278,7 @@ def adopt(root: nn.Module) -> None:
     context.log = root_state.unit.context.log
     below = list(sharded_modules(root))
     units = list({id(s.unit): s.unit for _, _, s in below}.values())
-    changed = [u for u in units if _is_at_rest(u) and take_in_changes(u, _is_sharded)]
+    changed = [u for u in units if _is_at_rest(u) and take_in_changes(u, units, _is_sharded)]
     count = REGISTRATIONS.count
     if all(u.is_adopted for u in units) and len({id(u.context) for u in units}) == 1:
         for _, _, state in below:
@@ -327,12 +327,17 @@ def _watch_attributes(below: list[tuple[str, nn.Module, ModuleState]]) -> None:
 
 
 def _name_parameters(root: nn.Module) -> None:
-    names = {id(p): n for n, p in root.named_parameters()}
+    """By their places: `functional_call` may have put other tensors there."""
+    names: dict[tuple[int, str], tuple[int, str]] = {}
+    for prefix, module in root.named_modules():
+        for key in module._parameters:
+            name = f"{prefix}.{key}" if prefix else key
+            names[id(module._parameters), key] = len(names), name
     for unit in units_in(root):
         for param in unit.params:
-            name = names.get(id(param.sharded))
-            if name is not None:
-                param.rename(name)
+            found = [n for d, key in param.slots if (n := names.get((id(d), key))) is not None]
+            if found:
+                param.rename(min(found)[1])  # a tied one has the name of its first place
         for i, bucket in enumerate(unit.buckets):
             if bucket.bucket is not None:
                 bucket.bucket.name = f"{unit.name}[{i}]"

@@ -90,10 +90,7 @@ class Regrouped:
 
     def register(self) -> None:
         for part in self._parts:
-            for param in part.state.params:
-                if param.between is not None:
-                    for parameters, name in param.slots:
-                        parameters[name] = param.between
+            part.state.register_between()
 
     def gather(self) -> list[Handle]:
         """Fill the full parameters from the group."""

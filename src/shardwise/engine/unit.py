@@ -33,11 +33,11 @@ from shardwise.comm.streams import Streams
 from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.gradients import BucketGrads
-from shardwise.engine.guests import guests_of
+from shardwise.engine.guests import guests_of, take_back
 from shardwise.engine.home import Home
 from shardwise.engine.kept_forms import KeptForms, renew
 from shardwise.engine.kept_views import Attributes
-from shardwise.engine.param import ShardedParam
+from shardwise.engine.param import ShardedParam, Slot
 from shardwise.engine.regroup import Regrouped
 from shardwise.engine.shard_tensor import Mark
 from shardwise.engine.sum_order import SumOrder
@@ -243,21 +243,27 @@ class Unit(UnitGradients):
     def admit_guests(self) -> None:
         """Leave alone what `functional_call` has put in the place of parameters."""
         for bucket in self.buckets:
+            if bucket.left:
+                take_back(bucket)
             bucket.guests = guests_of(bucket)
 
     def _rebuild(self) -> None:
         """Lay out and move what the modules hold now."""
         found = []
         for param in self.params:
-            held = next((h for d, key in param.slots if (h := d.get(key)) is not None), None)
-            if held is None:
-                continue  # no module has it any more
-            current = param.sharded if held is param.full or held is param.between else held
-            found.append(Found.again(param, current, param.slots))
+            slot = next((s for s in param.slots if s[0].get(s[1]) is not None), None)
+            if slot is not None:  # else no module has it any more
+                found.append(Found.again(param, self.held_in(slot, param), param.slots))
         on_meta = {f.param.is_meta for f in found}
         if len(on_meta) > 1:
             return  # half of them are materialised; the other half follows
         self.lay_out(found)
+
+    def held_in(self, slot: Slot, param: ShardedParam) -> nn.Parameter:
+        """What was put in the place of a parameter for good, or else the parameter."""
+        held = slot[0][slot[1]]
+        is_lent = any(guest.is_in(slot) for bucket in self.buckets for guest in bucket.guests)
+        return param.sharded if is_lent or param.is_form(held) else held
 
     def lay_out(self, found: list[Found]) -> None:
         """Manage `found` from now on, in new buffers."""
@@ -273,7 +279,12 @@ class Unit(UnitGradients):
         self.mark.moved = False
         self._regrouped = None
         before = [(param.full, param.sharded) for param in self.params]
+        guests = [guest for bucket in self.buckets for guest in bucket.guests]
         self._build(found)
+        for guest in guests:
+            guest.rest()
+        if guests:
+            self.admit_guests()
         now = {id(param.sharded): param for param in self.params}
         for full, sharded in before:  # an optimizer may hold the gathered form of before
             if full is not None and id(sharded) in now:
@@ -293,6 +304,8 @@ class Unit(UnitGradients):
     def forget_dead_slots(self) -> None:
         """Leave alone what modules do not have any more: registering would bring it back."""
         for bucket in self.buckets:
+            if bucket.left:
+                take_back(bucket)
             for param in bucket.params:
                 slots = [s for s in param.slots if s[0].get(s[1]) is not None]
                 if len(slots) != len(param.slots):
@@ -526,6 +539,8 @@ class Unit(UnitGradients):
         self._check_unwritten()
         if self._num_users:
             return
+        if self.is_unsharded and any(bucket.guests for bucket in self.buckets):
+            return  # `functional_call` puts back the full parameters that it found
         if self.hides_outputs or functorch_transform() is not None:
             # tangents and wrapped outputs, which no hook of ours can follow, may still need the
             # full copy
