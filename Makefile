@@ -6,12 +6,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test test-all check format bench clean
 
 help:
 	@echo "make setup   install into .venv (torch CPU or GPU build, tools)"
 	@echo "make demo    train the built-in decoder on 2 ranks"
 	@echo "make test    run the tests (ARGS=... goes to pytest)"
+	@echo "make test-all  the tests, then 2,000 random programs (an hour)"
 	@echo "make check   lint, format, types, layers, spelling, project rules, size budget"
 	@echo "make format  rewrite files to the formatter's taste, apply safe lint fixes"
 	@echo "make bench   the standard set: shardwise beside its peers, into benchmarks/results/"
@@ -33,6 +34,12 @@ demo: setup
 # Two at a time, file by file: many tests wait for ranks that are late, stopped or gone.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# What takes longer than CI has: run it before a release, and write down what it said.
+test-all: test
+	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
+	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
+	$(BIN)/python tests/programs/run_programs.py --seeds 0:200 --worlds 2 --modes c10d,shared_memory
 
 # Each check runs even when an earlier one failed, so that one call shows everything.
 check: setup

@@ -1,0 +1,18 @@
+"""A short set of random programs; `make test-all` runs many more (`run_programs.py`)."""
+
+import pytest
+from program_runs import Options, run_seeds
+
+from ranks import run_ranks
+
+SEEDS = 8
+
+
+@pytest.mark.parametrize("mode", ["any", "c10d", "shared_memory"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_programs_equal_the_plain_model(world: int, mode: str) -> None:
+    assert run_ranks(world, run_seeds, 0, SEEDS, Options(mode)) == [SEEDS] * world
+
+
+def test_programs_on_a_grid_equal_the_plain_model() -> None:
+    assert run_ranks(4, run_seeds, 0, SEEDS, Options("hybrid")) == [SEEDS] * 4
