@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _SIZES = {
     "": 1,
@@ -25,6 +26,12 @@ STRATEGY_ALIASES = {
     "hfsdp": "hybrid_full_optimizer",
 }
 _ALIASES = STRATEGY_ALIASES | {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """What one may write for some of these."""
+    known = set(names)
+    return [short for short, full in _ALIASES.items() if full in known]
 
 
 def full_name(text: str) -> str:

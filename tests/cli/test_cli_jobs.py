@@ -113,7 +113,9 @@ def test_a_request_to_stop_saves_and_exits_0(folder, number):
     wait_for_step(process, 3)
     process.send_signal(number)
     code, out, err = finish(process)
-    assert (code, err) == (0, "")
+    # On a busy machine ranks say that they wait for others to start.
+    said = [line for line in err.splitlines() if " has waited " not in line]
+    assert (code, said) == (0, [])
     last = rows()[-1]["step"]
     assert f"stopped by {number.name} after step {last}, saved" in out
     assert [p.name for p in Path("run/checkpoints").iterdir()] == [f"step_{last:08d}"]

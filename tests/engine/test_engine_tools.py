@@ -432,3 +432,21 @@ def test_a_model_that_writes_itself_writes_whole_weights(
         for name, t in found.items():
             assert type(t) is torch.Tensor and torch.equal(t, want[name]), name
     steps(model, rank, first=1)
+
+
+@on_ranks(2)
+def test_numbers_that_all_ranks_have_are_shown(rank: int, world: int) -> None:
+    model = sw.fully_shard(nn.Linear(4, 4, bias=False))
+    nn.init.ones_(model.weight)
+    assert repr(torch.linalg.vector_norm(model.weight.detach()).full_tensor()) == "tensor(4.)"
+    model(torch.ones(1, 4)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+    assert "4." in repr(norm) and "4." in f"{norm}"
+
+
+@on_ranks(2)
+def test_a_sharded_state_dict_in_a_plain_model(rank: int, world: int) -> None:
+    plain = nn.Linear(4, 4)
+    state = sw.fully_shard(nn.Linear(4, 4)).state_dict()
+    with pytest.raises(RuntimeError, match=r"of which this rank has its rows only.*full_tensor"):
+        plain.load_state_dict(state)

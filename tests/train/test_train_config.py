@@ -75,7 +75,11 @@ def test_override(key, text, value):
         ("optim.lr", "nan", "is not a number"),
         ("optim.betas", "0.9", "expected a list of 2 numbers"),
         ("optim.betas", "0.9,1.5", "are not all in [0, 1)"),
-        ("shard.param_dtype", "fp8", "expected 'float32' or 'bfloat16', found \"fp8\""),
+        (
+            "shard.param_dtype",
+            "fp8",
+            "expected 'float32' or 'bfloat16' (short: fp32, bf16), found \"fp8\"",
+        ),
         ("shard.strategy", "hybrid_shard", "needs mesh.replicate above 1"),
         ("mesh.shard", "0", "neither -1"),
         ("model.kind", "gpt", "neither 'decoder' nor 'package.module:function'"),

@@ -87,6 +87,7 @@ def _serve(rank: int, job: Job, pipe: Connection) -> None:
         with open(os.path.join(job.cgroup, "cgroup.procs"), "w") as file:
             file.write(str(os.getpid()))
     stay_on_loopback()
+    os.environ |= dict(job.spec.environment)  # asked for by name
     # Some engines read these although the process group is there.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(job.num_ranks)}
     os.environ["LOCAL_WORLD_SIZE"] = str(job.num_ranks)

@@ -230,7 +230,8 @@ def discard(folder: Path, owner: str) -> None:
     """
     aside = folder.with_name(f".deleting_{folder.name}")
     if _belongs(folder, owner) and not os.path.lexists(aside):
-        folder.rename(aside)
+        with contextlib.suppress(FileNotFoundError):  # another rank of this host was faster
+            folder.rename(aside)
     if not _belongs(aside, owner):
         return
     with contextlib.suppress(OSError):  # what cannot be deleted waits for the next start

@@ -46,7 +46,7 @@ from shardwise.comm.board import (
     text_of,
 )
 from shardwise.comm.limits import wait_limit_s, warn_after_s
-from shardwise.comm.transport import Axis, Position, remark_on
+from shardwise.comm.transport import Axis, Position, how_to_differ, remark_on
 from shardwise.errors import DivergenceError, PeerTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -297,7 +297,8 @@ class OrderCheck:
                 raise PeerTimeoutError(
                     explain(what, self._position, waited_s)
                     + f"\nrank {rank} has ended {ended[4]}, after {ended[2]} collectives, the last "
-                    f"one the {ended[3]}; {len(self._issued)} here. {_REMEDY}"
+                    f"one the {ended[3]}; {len(self._issued)} here. {_REMEDY}."
+                    + how_to_differ(self._position)
                 )
 
     def check_trouble(self) -> None:
@@ -340,7 +341,8 @@ class _Watch:
         if waited_s > wait_limit_s():
             raise PeerTimeoutError(
                 explain(self._what, self._position, waited_s) + f"\n{_REMEDY}. If a rank may "
-                "really take longer, raise the limit: shardwise.set_wait_limit()"
+                "really take longer, raise the limit: shardwise.set_wait_limit()."
+                + how_to_differ(self._position)
             )
         if waited_s > self._warn_at:
             self._warn_at = waited_s * 2

@@ -63,6 +63,17 @@ def remark_on(*phases: str) -> str:
     )
 
 
+def how_to_differ(position: Position | None) -> str:
+    """What a rank that waits in a forward without gradients should know."""
+    if position is None or position.phase != WITHOUT_GRADIENTS:
+        return ""
+    return (
+        " Ranks may run different numbers of forwards without gradients (generation, evaluation on "
+        "one rank) where copies are kept: strategy='shard_grad_op', reshard_after_forward=False, "
+        "or unshard() of all units before; else run equally many on all ranks."
+    )
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Bucket:
     """A bucket layout bound to a transport: name, flat shard buffer, the transport's own state.

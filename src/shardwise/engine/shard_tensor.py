@@ -212,6 +212,8 @@ class ShardTensor(DTensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.dim() == 0 and all(p.is_replicate() for p in self.placements):
+            return repr(local_of(self))  # a norm, a loss: all ranks have all of it
         name = f"{self._param_name!r}, " if self._param_name else ""
         return (
             f"ShardTensor({name}shape={tuple(self.shape)}, dtype={self.dtype}, "

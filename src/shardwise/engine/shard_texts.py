@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch.nn.utils import parametrize
 
 
@@ -23,6 +24,14 @@ def mixed_text(func: Any, originals: dict[int, Any], args: Any) -> str:
             f"of shape {tuple(whole[0].shape)}, whose unit is gathered: its forward ran with "
             "gradients and no backward followed. Call reshard() on that model before, or run its "
             "forward under torch.no_grad()"
+        )
+    if func is torch.ops.aten.copy_.default and id(args[0]) not in originals:
+        return (
+            f"{', '.join(names)}: a plain tensor of shape {tuple(args[0].shape)} should take the "
+            "values of a sharded one, of which this rank has its rows only (a state dict of a "
+            "sharded model, loaded into a plain one?). Pass .full_tensor(), which all ranks call; "
+            "or load what shardwise.full_parameters, save_pretrained or "
+            "get_model_state_dict(..., StateDictOptions(full_state_dict=True)) have gathered"
         )
     if in_parametrization():
         return (

@@ -28,7 +28,7 @@ from shardwise.train.config import (
     is_factory,
     problems,
 )
-from shardwise.units import full_name
+from shardwise.units import full_name, short_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,9 @@ def _match_tuple(value: Any, hints: tuple[Any, ...]) -> Any:
 def _describe(hint: Any) -> str:
     origin = get_origin(hint)
     if origin is Literal:
-        return " or ".join(repr(a) for a in get_args(hint))
+        short = short_names(get_args(hint))
+        names = " or ".join(repr(a) for a in get_args(hint))
+        return f"{names} (short: {', '.join(short)})" if short else names
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_describe(h) for h in get_args(hint))
     if origin is tuple:
