@@ -171,3 +171,37 @@ def test_recomputation_saves_activations(rank: int, world: int) -> None:
         return sum(sizes)
 
     assert saved(activation_checkpointing=True) < 0.5 * saved()
+
+
+class Tied(nn.Module):
+    """Two units that share a weight; the one that borrows it is run again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers[0].weight = self.layers[1].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.layers[0], x, use_reentrant=False)
+        return self.layers[1](torch.tanh(x))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("transport", ["c10d", "shared_memory"])
+@on_ranks(2)
+def test_gradients_of_tied_units_outlive_an_evaluation(
+    rank: int, world: int, transport: str, order: tuple[int, int]
+) -> None:
+    """Torch ends a recomputation by an exception; the unit that lends the weight rests then."""
+    model: Any = make(Tied)
+    for i in order:
+        sw.fully_shard(model.layers[i], transport=transport)
+    sw.fully_shard(model, transport=transport)
+    x = torch.randn(4, 8)
+    model(x).square().sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    with torch.no_grad():
+        model(x)
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        assert isinstance(p, sw.ShardTensor) and p.grad is grad

@@ -60,6 +60,9 @@ def run(
                 context.prefetch.ended(unit)
         unit.post_forward(in_backward)
     except BaseException:
+        if unit.is_running and graph_task_id() != -1:
+            # Torch ends a recomputation by an exception once it has what it needs.
+            unit.post_forward(True)
         context.fail_call(outermost)
         raise
     context.end_call(unit.name, outermost)

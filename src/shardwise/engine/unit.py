@@ -557,6 +557,11 @@ class Unit(UnitGradients):
             else:
                 self.reshard("" if torch.is_grad_enabled() else "forward")
 
+    @property
+    def is_running(self) -> bool:
+        """Some of its modules have begun a forward that has not been rested from."""
+        return self._modules_run > 0
+
     def addresses(self) -> set[int]:
         """Where gathered memory begins that is to be released."""
         return {address for b in self.buckets for address in b.addresses()}
