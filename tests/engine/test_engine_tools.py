@@ -186,18 +186,21 @@ def test_settings_that_cannot_be(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
-def test_the_divide_factor_is_that_of_one_unit(rank: int, world: int) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    sw.fully_shard(model[0])
-    sw.fully_shard(model)
+def test_a_divide_factor_leaves_units_alone_that_have_their_own(rank: int, world: int) -> None:
+    def layers() -> Any:
+        return nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+
+    model, mean = layers(), layers()
+    for part in (model[0], model[2], model):
+        sw.fully_shard(part)
     model[0].set_gradient_divide_factor(4.0)
-    model.set_gradient_divide_factor(1.0)  # leaves the unit below alone
+    model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 4)).sum().backward()
-    mean: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     mean.load_state_dict({n: full(t) for n, t in model.state_dict().items()})
     mean(torch.ones(1, 4)).sum().backward()
     torch.testing.assert_close(full(model[0].weight.grad), mean[0].weight.grad * world / 4)
-    torch.testing.assert_close(full(model[1].weight.grad), mean[1].weight.grad * world)
+    for i in (1, 2):
+        torch.testing.assert_close(full(model[i].weight.grad), mean[i].weight.grad * world)
 
 
 # -- what users hang on parameters ---------------------------------------------------------------

@@ -62,12 +62,17 @@ class UnitSettings:
         unit_of(self).backward_prefetch = [weakref.ref(u) for u in units_of_modules(modules)]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients of this module's own unit by `factor` instead of by the number
-        of ranks. Units below have their own.
+        """Divide summed gradients by `factor` instead of by the number of ranks: those of this
+        module's unit, and of units below that were given none by a call of their own, whichever
+        call came first.
         """
         if not factor > 0:
             raise ValueError(f"the divide factor must be positive, found {factor}")
-        unit_of(self).divide_by = float(factor)
+        own = unit_of(self)
+        own.has_own_factor = True
+        for unit in units_in(self, True):
+            if unit is own or not unit.has_own_factor:
+                unit.divide_by = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""

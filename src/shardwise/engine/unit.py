@@ -96,6 +96,7 @@ class Unit(UnitGradients):
         self.requires_all_reduce = True
         self.unshard_in_backward = True
         self.divide_by: float | None = None
+        self.has_own_factor = False  # given to this unit, not to one above
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.sum_order: SumOrder | None = None  # set while a reproducible run is on
         self.forward_prefetch: list[weakref.ref[Unit]] = []
