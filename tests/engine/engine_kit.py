@@ -188,6 +188,19 @@ def make(cls: Callable[[], nn.Module], seed: int = 0) -> Any:
     return cls()
 
 
+class Branches(nn.Module):
+    """Units of which a forward runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *which: int) -> torch.Tensor:
+        for i in which:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
 def units_of(model: nn.Module) -> list[nn.Module]:
     """What the tests shard on its own before the root."""
     return list(model.layers) if hasattr(model, "layers") else []

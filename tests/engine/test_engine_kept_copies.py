@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from engine_kit import TRANSPORTS, full, grid, line
+from engine_kit import TRANSPORTS, Branches, full, grid, line
 
 import shardwise as sw
 from ranks import on_ranks, spawn_ranks
@@ -103,19 +103,6 @@ def test_ranks_generate_unequal_lengths(rank: int, world: int, how: str, transpo
             for m in (model, plain):
                 for p in m.parameters():
                     p.mul_(0.9)
-
-
-class Branches(nn.Module):
-    """Units of which a forward runs some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, *which: int) -> torch.Tensor:
-        for i in which:
-            x = torch.tanh(self.layers[i](x))
-        return x
 
 
 @pytest.mark.parametrize("how", KEPT)

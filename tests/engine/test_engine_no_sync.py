@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
 from engine_kit import (
     HYBRID_STRATEGIES,
     STRATEGIES,
+    Branches,
     Mlp,
     Plain,
     Setting,
@@ -260,19 +260,6 @@ def test_without_all_reduce_the_replicas_are_summed_later(rank: int, world: int)
         same_grads(model, oracle.grads(), str(setting), exact=False)
 
 
-class Branches(nn.Module):
-    """Units of which a forward runs some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, route: tuple[int, ...]) -> torch.Tensor:
-        for i in route:
-            x = torch.tanh(self.layers[i](x))
-        return x.square().mean()
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(3)
 def test_frozen_between_micro_batches_of_ranks_that_run_different_units(
@@ -289,10 +276,10 @@ def test_frozen_between_micro_batches_of_ranks_that_run_different_units(
             for m in (plain, model):
                 m.layers[0].bias.requires_grad_(False)
                 m.layers[1].requires_grad_(False)
-        losses = [plain(x[micro, r], routes[micro][r]) for r in range(world)]
+        losses = [plain(x[micro, r], *routes[micro][r]).square().mean() for r in range(world)]
         torch.stack(losses).mean().backward()
         with sw.no_sync(model) if micro == 0 else contextlib.nullcontext():
-            model(x[micro, rank], routes[micro][rank]).backward()
+            model(x[micro, rank], *routes[micro][rank]).square().mean().backward()
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None, name
         torch.testing.assert_close(full(q.grad), p.grad, msg=name)
