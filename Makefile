@@ -13,7 +13,7 @@ help:
 	@echo "make demo    train the built-in decoder on 2 ranks"
 	@echo "make test    run the tests (ARGS=... goes to pytest)"
 	@echo "make test-all  the tests, then 2,000 random programs (an hour)"
-	@echo "make check   lint, format, types, layers, spelling, project rules, size budget"
+	@echo "make check   lint, format, types, layers, spelling, project rules, docs/files.md, size budget"
 	@echo "make format  rewrite files to the formatter's taste, apply safe lint fixes"
 	@echo "make bench   the standard set: shardwise beside its peers, into benchmarks/results/"
 	@echo "make clean   remove .venv, caches and runs/demo"
@@ -47,6 +47,7 @@ check: setup
 
 format: setup
 	$(BIN)/ruff format .
+	$(BIN)/python tools/file_table.py --write
 	$(BIN)/ruff check --fix .
 
 bench: setup

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.transport import Axis, Position, Transport
 from shardwise.layout import ParamSpec, layout_bucket, layout_reduce

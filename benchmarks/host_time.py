@@ -35,10 +35,10 @@ import shardwise as sw
 from shardwise._torch_compat import set_versions, storage_uses
 from shardwise.bench.machine import describe
 from shardwise.comm.board import Board
-from shardwise.comm.order_check import OrderCheck
+from shardwise.comm.c10d.order import OrderCheck
 from shardwise.comm.transport import Position
-from shardwise.engine.ledger import check_units
-from shardwise.engine.state import unit_of
+from shardwise.engine.core.state import unit_of
+from shardwise.engine.guards.ledger import check_units
 
 NUM_UNITS = 48
 WORLD = 8

@@ -6,7 +6,7 @@ import pytest
 
 from project_rules import breaches_of
 
-ENGINE = Path("src/shardwise/engine/unit.py")
+ENGINE = Path("src/shardwise/engine/core/unit.py")
 TEST = Path("tests/test_unit.py")
 
 BROKEN = [

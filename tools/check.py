@@ -19,6 +19,7 @@ CHECKS = {
     "layers": [BIN / "lint-imports", "--no-logo"],
     "spelling": [BIN / "codespell"],
     "rules": [sys.executable, "tools/project_rules.py"],
+    "files": [sys.executable, "tools/file_table.py"],
     "size": [sys.executable, "tools/size_budget.py"],
 }
 REMEDIES = {

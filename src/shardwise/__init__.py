@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from shardwise.comm.limits import set_wait_limit
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
-    from shardwise.engine.copies import full_parameters
-    from shardwise.engine.finite import check_finite
-    from shardwise.engine.grad_utils import clip_grad_norm_, mark_dirty, no_sync
-    from shardwise.engine.inspect import record_events
-    from shardwise.engine.join import join
-    from shardwise.engine.materialize import materialize
+    from shardwise.engine.guards.finite import check_finite
+    from shardwise.engine.mesh.placing import ShardPlacementResult
     from shardwise.engine.module import (
         FSDPModule,
         UnshardHandle,
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from shardwise.engine.placing import ShardPlacementResult
-    from shardwise.engine.prefetch import set_prefetch
-    from shardwise.engine.reproducible import MicroBatch, ReproducibleRun, reproducible
-    from shardwise.engine.shard_model import shard_model
-    from shardwise.engine.shard_tensor import ShardTensor
-    from shardwise.engine.step_in_backward import step_in_backward
-    from shardwise.engine.token_mean import global_mean
+    from shardwise.engine.reproducible.run import MicroBatch, ReproducibleRun, reproducible
+    from shardwise.engine.services.clip import clip_grad_norm_, mark_dirty, no_sync
+    from shardwise.engine.services.copies import full_parameters
+    from shardwise.engine.services.inspect import record_events
+    from shardwise.engine.services.join import join
+    from shardwise.engine.services.materialize import materialize
+    from shardwise.engine.services.prefetch import set_prefetch
+    from shardwise.engine.services.shard_model import shard_model
+    from shardwise.engine.services.step_in_backward import step_in_backward
+    from shardwise.engine.services.tokens import global_mean
+    from shardwise.engine.tensor.shard_tensor import ShardTensor
     from shardwise.install import install, uninstall
     from shardwise.layout import (
         CPUOffloadPolicy,
@@ -55,36 +55,36 @@ _HOMES = {
     "DataParallelMeshDims": "layout",
     "CheckpointManager": "checkpoint.manager",
     "FSDPModule": "engine.module",
-    "MicroBatch": "engine.reproducible",
+    "MicroBatch": "engine.reproducible.run",
     "MixedPrecisionPolicy": "layout",
     "OffloadPolicy": "layout",
-    "ReproducibleRun": "engine.reproducible",
-    "ShardPlacementResult": "engine.placing",
-    "ShardTensor": "engine.shard_tensor",
+    "ReproducibleRun": "engine.reproducible.run",
+    "ShardPlacementResult": "engine.mesh.placing",
+    "ShardTensor": "engine.tensor.shard_tensor",
     "Strategy": "layout",
     "Transport": "comm.transport",
     "UnshardHandle": "engine.module",
-    "check_finite": "engine.finite",
-    "clip_grad_norm_": "engine.grad_utils",
-    "full_parameters": "engine.copies",
+    "check_finite": "engine.guards.finite",
+    "clip_grad_norm_": "engine.services.clip",
+    "full_parameters": "engine.services.copies",
     "fully_shard": "engine.api",
     "get_optimizer_state_dict": "checkpoint.optimizer_state",
-    "global_mean": "engine.token_mean",
-    "join": "engine.join",
+    "global_mean": "engine.services.tokens",
+    "join": "engine.services.join",
     "install": "install",
     "load_full_state_dict": "checkpoint.pretrained",
     "load_pretrained": "checkpoint.pretrained",
-    "mark_dirty": "engine.grad_utils",
-    "materialize": "engine.materialize",
-    "no_sync": "engine.grad_utils",
-    "record_events": "engine.inspect",
+    "mark_dirty": "engine.services.clip",
+    "materialize": "engine.services.materialize",
+    "no_sync": "engine.services.clip",
+    "record_events": "engine.services.inspect",
     "register_fsdp_forward_method": "engine.module",
-    "reproducible": "engine.reproducible",
+    "reproducible": "engine.reproducible.run",
     "save_pretrained": "checkpoint.pretrained",
-    "set_prefetch": "engine.prefetch",
+    "set_prefetch": "engine.services.prefetch",
     "set_wait_limit": "comm.limits",
-    "shard_model": "engine.shard_model",
-    "step_in_backward": "engine.step_in_backward",
+    "shard_model": "engine.services.shard_model",
+    "step_in_backward": "engine.services.step_in_backward",
     "share_comm_ctx": "engine.module",
     "uninstall": "install",
 }

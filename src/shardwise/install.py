@@ -200,8 +200,8 @@ class _State:
     """What `fully_shard.state(module)` stands for."""
 
     def __init__(self, module: Any, root: _State | None = None) -> None:
+        from shardwise.engine.core.state import unit_of
         from shardwise.engine.module import adopt_if_new
-        from shardwise.engine.state import unit_of
 
         adopt_if_new(module)
         self._module = module
@@ -212,7 +212,7 @@ class _State:
     @property
     def all_states(self) -> list[_State]:
         """One for the module, one for each sharded module below it."""
-        from shardwise.engine.state import sharded_modules
+        from shardwise.engine.core.state import sharded_modules
 
         return [
             self if m is self._module else _State(m) for _, m, _ in sharded_modules(self._module)
@@ -223,7 +223,7 @@ class _State:
 
 
 def _state_getter(original: Any) -> Any:
-    from shardwise.engine.state import state_of
+    from shardwise.engine.core.state import state_of
 
     def state(module: Any) -> Any:
         """What torch's `fully_shard.state(module)` gives, for our modules and for torch's."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardwise.layout.bucket as bucket_module
 from layouts import fill_shard, gathered, random_bucket, random_whole, rows_of
 from ranks import on_ranks
-from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.transport import Bucket, Position, Transport
 from shardwise.errors import TransportError
 from shardwise.layout import (

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from axes import alone, shard_axis
 
 from ranks import on_ranks
-from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.choose import explain_choice, open_transport
 from shardwise.comm.fake import FakeTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport

@@ -14,7 +14,7 @@ from axes import alone, hybrid_axes, shard_axis
 
 from layouts import fill_shard, gathered, random_bucket, random_whole
 from ranks import on_ranks
-from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.shared_memory.reductions import ReplicaSum, ReplicaSumByPieces
 from shardwise.comm.transport import Bucket, Position, Transport

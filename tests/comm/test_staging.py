@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from shardwise.comm.staging import (
+from shardwise.comm.c10d.staging import (
     BATCHED_BYTES,
     GatherPlan,
     GatherStaging,

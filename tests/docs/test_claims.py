@@ -374,7 +374,7 @@ def test_evaluation_keeps_nothing(rank: int) -> None:
 
 
 def _params(model: nn.Module) -> list[Any]:
-    from shardwise.engine.state import units_in
+    from shardwise.engine.core.state import units_in
 
     return [p for unit in units_in(model) for p in unit.params]
 

@@ -11,9 +11,9 @@ from engine_kit import TRANSPORTS, line
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine import activations as module
-from shardwise.engine.activations import Activations, OnHost
-from shardwise.engine.state import state_of, unit_of
+from shardwise.engine.core.state import state_of, unit_of
+from shardwise.engine.services import activations as module
+from shardwise.engine.services.activations import Activations, OnHost
 from shardwise.errors import EngineError
 
 

@@ -14,8 +14,8 @@ from engine_kit import STRATEGIES, TRANSPORTS, Mlp, Setting, batch, loss_of, mak
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine import arrivals
-from shardwise.engine.unit import Unit
+from shardwise.engine.core import arrivals
+from shardwise.engine.core.unit import Unit
 
 
 def heard(patch: Any) -> list[str]:

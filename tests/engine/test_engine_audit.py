@@ -12,7 +12,7 @@ from torch.distributed._composable.replicate import replicate
 
 import shardwise
 from ranks import on_ranks
-from shardwise.engine.audit import checksum
+from shardwise.engine.guards.audit import checksum
 from shardwise.errors import DivergenceError, PeerTimeoutError
 
 

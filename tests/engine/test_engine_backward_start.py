@@ -32,7 +32,7 @@ from engine_kit import (
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.shard_tensor import ShardTensor
+from shardwise.engine.tensor.shard_tensor import ShardTensor
 from shardwise.errors import EngineError
 
 EVERY = settings(*STRATEGIES, reshard=(None, True, False))

@@ -16,7 +16,7 @@ from engine_kit import Mlp, Setting, batch, loss_of, make, same_grads, units_of
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.state import unit_of
+from shardwise.engine.core.state import unit_of
 from shardwise.errors import EngineError
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.inspect import gathered_bytes
+from shardwise.engine.services.inspect import gathered_bytes
 
 LAYER_BYTES, ROOT_BYTES = (8 * 8 + 8) * 4, (8 + 8) * 4
 

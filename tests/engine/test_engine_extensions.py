@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.inspect import gathered_bytes
+from shardwise.engine.services.inspect import gathered_bytes
 from shardwise.errors import DivergenceError, EngineError
 
 SEEN: list[Any] = []

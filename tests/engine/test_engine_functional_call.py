@@ -29,8 +29,8 @@ from torch.func import functional_call
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.shard_tensor import ShardTensor
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
+from shardwise.engine.tensor.shard_tensor import ShardTensor
 
 EVERY = settings(*STRATEGIES, reshard=(True, False))
 FEW = settings("full_shard", "shard_grad_op")

@@ -11,8 +11,8 @@ from engine_kit import line
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.grouping import choose_units
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.grouping import choose_units
 from shardwise.units import parse_size
 
 

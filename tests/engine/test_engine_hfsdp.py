@@ -46,8 +46,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardwise as sw
 from ranks import on_ranks
 from shardwise.comm.choose import open_transport
-from shardwise.engine.inspect import gathered_bytes
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.inspect import gathered_bytes
 
 BF16 = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 UNITS = ["(root)", "layers.0", "layers.1", "layers.2"]

@@ -12,7 +12,7 @@ from engine_kit import TRANSPORTS, Branches, full, grid, line
 
 import shardwise as sw
 from ranks import on_ranks, spawn_ranks
-from shardwise.engine.state import unit_of, units_in
+from shardwise.engine.core.state import unit_of, units_in
 from shardwise.errors import DivergenceError
 
 KEPT = (

@@ -12,8 +12,8 @@ from engine_kit import TRANSPORTS, line, loss_of
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.inspect import gathered_bytes
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.inspect import gathered_bytes
 from shardwise.errors import EngineError
 
 SIZE = 64

@@ -144,7 +144,7 @@ def test_complex_parameters_under_a_policy(
 
 @on_ranks(1, 2)
 def test_the_norm_of_complex_gradients_in_fixed_order(rank: int, world: int) -> None:
-    from shardwise.engine.ordered_norm import Rows, ordered_norm
+    from shardwise.engine.reproducible.norm import Rows, ordered_norm
 
     model = Setting("full_shard", "c10d").shard(make(Spectral), world)
     loss_of(model(batch(Spectral, 0, rank))).backward()
@@ -155,7 +155,7 @@ def test_the_norm_of_complex_gradients_in_fixed_order(rank: int, world: int) -> 
 
 
 def _params_of(module: nn.Module) -> list[Any]:
-    from shardwise.engine.state import state_of
+    from shardwise.engine.core.state import state_of
 
     state = state_of(module)
     return state.unit.params if state is not None else []

@@ -32,7 +32,7 @@ from engine_kit import (
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.inspect import gathered_bytes
+from shardwise.engine.services.inspect import gathered_bytes
 
 EVERY = settings(*STRATEGIES, reshard=(False, None))
 

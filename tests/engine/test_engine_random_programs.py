@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine import arrivals
+from shardwise.engine.core import arrivals
 from shardwise.errors import TransportError
 
 SEEDS_A_TEST = 12

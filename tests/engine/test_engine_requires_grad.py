@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
 
 
 class Adapted(nn.Module):

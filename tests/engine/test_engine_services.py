@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import shardwise
 from ranks import on_ranks
-from shardwise.engine.inspect import gathered_bytes
+from shardwise.engine.services.inspect import gathered_bytes
 
 
 class Net(nn.Module):

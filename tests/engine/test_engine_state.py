@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.inspect import gathered_bytes
+from shardwise.engine.services.inspect import gathered_bytes
 
 EVERY = settings(*STRATEGIES, reshard=(False, None))
 RELEASING = settings("full_shard", reshard=(True, False, None))

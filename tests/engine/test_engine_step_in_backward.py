@@ -21,8 +21,8 @@ from engine_kit import (
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.state import units_in
-from shardwise.engine.step_in_backward import UnitSteps
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.step_in_backward import UnitSteps
 from shardwise.errors import EngineError
 
 OPTIMIZERS = {

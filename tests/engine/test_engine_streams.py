@@ -19,7 +19,7 @@ from engine_kit import Mlp, Setting, batch, loss_of, make
 import shardwise as sw
 from ranks import on_ranks
 from shardwise.comm.streams import NoStreams, RecordingStreams
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
 
 
 def recorded(model: Any) -> RecordingStreams:

@@ -47,7 +47,7 @@ from torch.distributed.tensor import (
 import shardwise as sw
 from ranks import on_ranks
 from shardwise._torch_compat import is_strided_shard
-from shardwise.engine.spread import part_of
+from shardwise.engine.mesh.spread import part_of
 
 
 def close(got: Any, want: Any, what: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 import shardwise as sw
 from ranks import on_ranks
 from shardwise.comm.shared_memory import SharedMemoryTransport
-from shardwise.engine.state import unit_of
+from shardwise.engine.core.state import unit_of
 from shardwise.errors import DivergenceError, EngineError, TransportError
 
 

@@ -10,11 +10,11 @@ from engine_kit import Mlp, Setting, batch, expected, loss_of, make, same_grads,
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.arrivals import Arrivals
-from shardwise.engine.backward import BackwardPass
-from shardwise.engine.bucket import BucketState
-from shardwise.engine.gradients import BucketGrads, Reduction
-from shardwise.engine.unit import Unit
+from shardwise.engine.core.arrivals import Arrivals
+from shardwise.engine.core.backward import BackwardPass
+from shardwise.engine.core.bucket import BucketState
+from shardwise.engine.core.gradients import BucketGrads, Reduction
+from shardwise.engine.core.unit import Unit
 from shardwise.errors import EngineError
 
 WEIGHT = r"layers\.1\.weight"

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from ranks import on_ranks, run_ranks
-from shardwise.engine.ordered_norm import fold_rows
-from shardwise.engine.reproducible import set_streams, stream_seed
+from shardwise.engine.reproducible.norm import fold_rows
+from shardwise.engine.reproducible.run import set_streams, stream_seed
 from shardwise.errors import EngineError
 from shardwise.layout.tree import canonical_sum
 

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.engine.grouping import choose_units
-from shardwise.engine.shard_model import override_for
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.grouping import choose_units
+from shardwise.engine.services.shard_model import override_for
 from shardwise.layout import MixedPrecisionPolicy
 from shardwise.plan.model import plan_model
 from shardwise.train.config import Config, DecoderConfig

@@ -34,7 +34,7 @@ LIMIT_S = 120
 
 def slow_down(rank: int, seed: int) -> None:
     """Wait for up to 10 ms before one call in five of a transport's, in this process for good."""
-    from shardwise.comm.c10d import C10dTransport
+    from shardwise.comm.c10d.transport import C10dTransport
     from shardwise.comm.shared_memory.domain import Domain
     from shardwise.comm.shared_memory.mailbox import Mailbox
     from shardwise.comm.shared_memory.transport import SharedMemoryTransport

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.blocks import Blocks
-from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.c10d.transport import C10dTransport
 
 Clock = dict[int, int]
 COMPUTE = 0

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat import DispatchMode
-from shardwise.engine.inspect import record_events
-from shardwise.engine.state import units_in
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.inspect import record_events
 from shardwise.layout import home_reduce
 
 

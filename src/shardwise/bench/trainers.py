@@ -27,7 +27,7 @@ from shardwise.bench.engines import STRATEGIES, TRANSPORTS, EngineSpec
 from shardwise.bench.traffic import Traffic, count_collectives, count_ours
 from shardwise.bench.user import checked_loss
 from shardwise.bench.workload import Batch, Precision
-from shardwise.engine.grouping import choose_units
+from shardwise.engine.services.grouping import choose_units
 from shardwise.errors import ConfigError
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -29,8 +29,8 @@ from shardwise.checkpoint.state import (
     State,
     as_list,
 )
-from shardwise.engine.grad_utils import mark_dirty
-from shardwise.engine.shard_tensor import ShardTensor
+from shardwise.engine.services.clip import mark_dirty
+from shardwise.engine.tensor.shard_tensor import ShardTensor
 from shardwise.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"

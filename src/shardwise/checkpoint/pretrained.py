@@ -33,13 +33,13 @@ from shardwise.checkpoint.safetensors_dir import (
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.state import MODEL, State
 from shardwise.checkpoint.transformers_names import under_names_of
-from shardwise.engine.materialize import (
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.materialize import (
     check_initialisers,
     give_memory,
     initialise,
     waiting_modules,
 )
-from shardwise.engine.state import units_in
 from shardwise.errors import CheckpointError
 
 

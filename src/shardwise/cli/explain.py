@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]]:
-    from shardwise.engine.grouping import choose_units
-    from shardwise.engine.shard_model import override_for
+    from shardwise.engine.services.grouping import choose_units
+    from shardwise.engine.services.shard_model import override_for
     from shardwise.plan.model import plan_model
     from shardwise.train.model import build_model, policy_of, unit_of_config
 

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 
 import torch
 
-from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.fake import FakeTransport
 from shardwise.comm.kept import kept
 from shardwise.comm.transport import Axis, Transport

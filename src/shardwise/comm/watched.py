@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.c10d import C10dTransport
+from shardwise.comm.c10d.staging import PackedGrads
+from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
-from shardwise.comm.staging import PackedGrads
 from shardwise.comm.transport import Bucket, GradBuffer, Handle, Position
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.comm.watch import is_watched

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.doctor.difference import Numbers, compare
 from shardwise.doctor.plan import Plan, Row, Variant
-from shardwise.engine.reproducible import set_streams, stream_seed
+from shardwise.engine.reproducible.run import set_streams, stream_seed
 from shardwise.train import numerics
 from shardwise.train.calling import outputs_of
 from shardwise.train.config import Config

@@ -23,24 +23,11 @@ from shardwise._torch_compat import (
     register_composable,
     with_frame_callback,
 )
-from shardwise.engine import forward
-from shardwise.engine.activations import KEEP
-from shardwise.engine.added import REGISTRATIONS, check_nothing_added, take_in_changes
-from shardwise.engine.audit import (
-    check_filled,
-    check_owned,
-    mark_unfilled,
-    meta_tensors,
-    tell_ignored,
-)
-from shardwise.engine.build import own_modules
-from shardwise.engine.context import Context
-from shardwise.engine.copies import copy_attributes, copy_unit
-from shardwise.engine.kept_forms import watch_forms
-from shardwise.engine.kept_views import Attributes
-from shardwise.engine.optimizers import repoint_all
-from shardwise.engine.settings import UnitSettings
-from shardwise.engine.state import (
+from shardwise.engine.core.build import own_modules
+from shardwise.engine.core.call import run as run_call
+from shardwise.engine.core.context import Context
+from shardwise.engine.core.kept_forms import watch_forms
+from shardwise.engine.core.state import (
     STATE,
     ModuleState,
     sharded_modules,
@@ -48,8 +35,21 @@ from shardwise.engine.state import (
     unit_of,
     units_in,
 )
-from shardwise.engine.unit import Unit
-from shardwise.engine.writers import writers_of
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.guards.audit import (
+    check_filled,
+    check_owned,
+    mark_unfilled,
+    meta_tensors,
+    tell_ignored,
+)
+from shardwise.engine.guards.changes import REGISTRATIONS, check_nothing_added, take_in_changes
+from shardwise.engine.guards.optimizers import repoint_all
+from shardwise.engine.guards.views import Attributes
+from shardwise.engine.services.activations import KEEP
+from shardwise.engine.services.copies import copy_attributes, copy_unit
+from shardwise.engine.services.writers import writers_of
+from shardwise.engine.settings import UnitSettings
 from shardwise.errors import EngineError
 
 _CLASSES: dict[type, type] = {}
@@ -93,7 +93,7 @@ class FSDPModule(UnitSettings):
             run = torch.compiler.disable(_run_outside_graphs)
             out = run(state, call, callback, args, kwargs)
         else:
-            out = forward.run(state.unit, state.activations, call, args, kwargs)
+            out = run_call(state.unit, state.activations, call, args, kwargs)
         if state.registrations != REGISTRATIONS.count:
             _check_nothing_added(state)
         return out
@@ -197,7 +197,7 @@ def _run_outside_graphs(
 ) -> Any:
     """One call below a `torch.compile`: the engine is not traced, the module's own forward is."""
     call = with_frame_callback(callback, call)
-    return forward.run(state.unit, state.activations, call, args, kwargs)
+    return run_call(state.unit, state.activations, call, args, kwargs)
 
 
 # -- swapping, adopting --------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         assert self is not None
         adopt_if_new(self)
         bound = inner.__get__(self) if hasattr(method, "__func__") else inner
-        return forward.run(unit_of(self), KEEP, bound, args, kwargs)
+        return run_call(unit_of(self), KEEP, bound, args, kwargs)
 
     setattr(module, method_name, run_method)
     state = state_of(module)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.engine.state import unit_of, units_in, units_of_modules
+from shardwise.engine.core.state import unit_of, units_in, units_of_modules
 from shardwise.errors import UsageError
 
 

@@ -27,7 +27,7 @@ from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.memory import MemoryCopies
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.board import all_reduce
-from shardwise.engine.reproducible import ReproducibleRun
+from shardwise.engine.reproducible.run import ReproducibleRun
 from shardwise.errors import ConfigError, NonFiniteError, TrainingError
 from shardwise.layout import strategy_named
 from shardwise.train import numerics

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import MixedPrecisionPolicy, materialize, shard_model
-from shardwise.engine.grouping import choose_units
-from shardwise.engine.shard_model import override_for
+from shardwise.engine.services.grouping import choose_units
+from shardwise.engine.services.shard_model import override_for
 from shardwise.errors import ConfigError
 from shardwise.train.config import (
     HYBRID,

@@ -22,7 +22,9 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.engine.reproducible import (
+from shardwise.engine.core.state import sharded_units
+from shardwise.engine.reproducible.checks import check_run, numerics_of
+from shardwise.engine.reproducible.run import (
     ReproducibleRun,
     reproducible,
     restore_deterministic,
@@ -30,8 +32,6 @@ from shardwise.engine.reproducible import (
     set_streams,
     stream_seed,
 )
-from shardwise.engine.reproducible_checks import check_run, numerics_of
-from shardwise.engine.state import sharded_units
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
 from shardwise.train.data import Data

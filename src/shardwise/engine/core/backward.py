@@ -1,0 +1,374 @@
+"""One backward: from the first hook that fires to autograd's final callback.
+
+Signs of it, in any order: the gradient of a unit's output is there (`pre_backward`), a full
+gradient is in its accumulator (`gradient_arrived`), a forward runs again (activation
+checkpointing). Reduction of a unit is issued when its last gradient has arrived and all units
+behind it in the forward order have issued theirs; what is incomplete then (parameters that the
+loss did not reach) is flushed at the end. Release of a unit waits for the next `pre_backward`: the
+gradient of the next unit's output is complete only when everything inside this unit has run.
+
+One loss can reach several models (policy and reward, generator and discriminator), each with a
+context of its own; their units may share a mesh, and with it the phases of its transport. So their
+ends are one: all passes issue what is incomplete, then the reductions that only peers have are
+joined, then everything is waited for, delivered and released, and only then control goes back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise._torch_compat import at_end_of_backward, graph_task, graph_task_id
+from shardwise.comm.transport import Position, is_unordered, missing_of
+from shardwise.engine.core.gradients import BucketGrads, Reduction
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.guards.ledger import check_units, refresh, still_torn, torn_error
+from shardwise.engine.services.step_in_backward import UnitSteps
+from shardwise.errors import DivergenceError
+
+if TYPE_CHECKING:
+    from shardwise.engine.core.context import Context
+
+MAX_REDUCTIONS_IN_FLIGHT = 2  # where they run beside computing
+
+
+class BackwardPass:
+    """See the module docstring."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._watched: set[int] = set()
+        self.first_task = graph_task()
+        self._creates_graph = False
+        self.torn = still_torn(context.torn) if context.torn else []
+        context.torn = []
+        self._quiet: dict[Unit, None] = {}  # whose small gradients are looked for, see `arrivals`
+        self._recent: Unit | None = None  # the latest of them
+        self._touched: dict[Unit, None] = {}
+        self._complete: set[Unit] = set()
+        self._issued: set[Unit] = set()
+        self._done_with: list[Unit] = []
+        self._in_flight: deque[Reduction] = deque()
+        self.steps = UnitSteps()
+
+    def watch_end(self) -> None:
+        """Ask for the final callback, once for each graph task (reentrant checkpointing nests
+        them).
+        """
+        task = graph_task_id()
+        if task not in self._watched and task != -1:
+            self._watched.add(task)
+            end_with(task, self)
+
+    # -- moments ---------------------------------------------------------------------------------
+    def pre_backward(self, unit: Unit) -> None:
+        """The gradient of an output of `unit` is complete."""
+        if torch.is_grad_enabled():
+            # create_graph: the graph under construction saves the full parameters.
+            unit.in_double_backward = self._creates_graph = True
+        self._collect_of_all_but(unit)
+        if unit not in self._touched:
+            self._touched[unit] = None
+            self.context.note("B", unit)
+        self._release_done(unit)
+        if not self._creates_graph:
+            self._be_quiet(unit)
+        unit.pre_backward()
+        self.context.prefetch.backward_of(unit, self.context)
+
+    def recomputing(self, unit: Unit) -> None:
+        """A checkpointed forward runs again; units whose backward is over make room for it."""
+        self._collect_of_all_but(unit)
+        self._release_done(unit)
+
+    def input_done(self, unit: Unit) -> None:
+        """The gradient of a call's input is complete, so nothing inside that call is left to run.
+        Another call may be: of another module of a list, or of the same one in a chain.
+        """
+        self._collect(unit)
+        if unit.in_double_backward or unit.open_calls:
+            return
+        if unit.borrowers and any(u in self._touched for u in unit.open_borrowers):
+            return  # one that is under way around this unit, or beside it, still needs it
+        unit.rest_after_backward()
+
+    def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
+        self._touched.setdefault(unit)
+        if unit.arrived(grads, index):
+            self.complete(unit)
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of a unit have arrived."""
+        self._be_heard(unit)
+        self._complete.add(unit)
+        if not unit.has_frozen and not unit.in_double_backward:
+            self._done_with.append(unit)
+        self._issue_ready()
+
+    def _release_done(self, but: Unit) -> None:
+        if self._done_with:
+            done, self._done_with = self._done_with, []
+            for unit in done:
+                if unit is not but:
+                    unit.rest_after_backward()
+
+    def _be_quiet(self, unit: Unit) -> None:
+        """From its first gradient on; until the unit is complete, or the backward over."""
+        self._recent = unit
+        if unit not in self._quiet:
+            self._quiet[unit] = None
+            for grads in unit.grads:
+                grads.arrivals.be_quiet()
+
+    def _be_heard(self, unit: Unit) -> None:
+        if unit in self._quiet:
+            del self._quiet[unit]
+            for grads in unit.grads:
+                grads.arrivals.be_heard()
+
+    def _collect_of_all_but(self, unit: Unit) -> None:
+        """What is computed from here on is this unit's."""
+        recent = self._recent
+        if recent is not None and recent is not unit:
+            self._collect(recent)
+
+    def _collect(self, unit: Unit) -> None:
+        if unit in self._quiet and unit.collect():
+            self.complete(unit)
+
+    # -- reducing --------------------------------------------------------------------------------
+    def _issue_ready(self) -> None:
+        """Issue complete units from the back of the forward order; stop at the first that still
+        collects.
+
+        Units that this backward has not reached are passed over: theirs is another one, or none.
+        """
+        order = self.context.order
+        for ref in reversed(list(order)):
+            unit = ref()
+            if unit in self._complete:
+                del order[ref]
+                self._issue(unit)
+                if not self._complete:
+                    return
+            elif unit in self._touched:
+                break
+        for unit in list(self._complete):
+            if unit.ref not in order:  # a second arrival, or a graph from before an exception
+                self._issue(unit)
+
+    def _issue(self, unit: Unit) -> None:
+        self._complete.discard(unit)
+        self._issued.add(unit)
+        overlaps = unit.overlaps
+        if self._in_flight:
+            self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if overlaps else 0)
+        reductions = unit.issue_reductions()
+        self._in_flight.extend(reductions)
+        self.steps.issued(unit, reductions)
+        if not overlaps:
+            self._finish_all_but(0)
+        if unit.stepper is not None:
+            self._finish_done()
+
+    def _finish_all_but(self, num: int) -> None:
+        """Bound what is in flight. A transport without an order may have to wait for a peer that
+        waits for this rank's other reductions, so there nothing is waited for before the end.
+        """
+        while len(self._in_flight) > num and not is_unordered(
+            self._in_flight[0].grads.state.transport
+        ):
+            self._finish_oldest()
+
+    def _finish_done(self) -> None:
+        """Deliver what all ranks have handed in, so that it need not be kept until the end."""
+        while self._in_flight and self._in_flight[0].is_done:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        reduction = self._in_flight.popleft()
+        unit = reduction.grads.state.unit()
+        if unit.streams.is_async:
+            with torch.no_grad(), unit.streams.lane("reduce"):
+                reduction.finish()
+            unit.streams.wait(unit.streams.record("reduce"))
+        elif torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                reduction.finish()
+        else:
+            reduction.finish()
+        if self.context.log is not None:
+            self.context.note("G", unit)
+        self.steps.delivered(unit)
+
+    # -- the end ---------------------------------------------------------------------------------
+    def advance_reductions(self) -> None:
+        """Where reductions have no order, a peer may wait for any of them: issue the stages that
+        follow before the result of one is waited for.
+        """
+        for reduction in self._in_flight:
+            if is_unordered(reduction.grads.state.transport):
+                reduction.advance()
+
+    def finish_reductions(self) -> None:
+        """Wait for all and deliver."""
+        while self._in_flight:
+            self._finish_oldest()
+
+    def rest(self) -> None:
+        """Release what is gathered."""
+        self._done_with.clear()
+        for unit in list(self._quiet):
+            self._be_heard(unit)
+        for unit in self.context.units:
+            unit.num_uses = 0
+            if not self._creates_graph:
+                unit.in_double_backward = False
+            if unit.is_held or unit in self._touched or not unit.shows_shards:
+                unit.rest_after_backward()
+
+    def flush(self) -> None:
+        """Issue what is incomplete: first in the reverse forward order, then units that are not in
+        it.
+        """
+        context = self.context
+        for unit in list(self._quiet):
+            self._collect(unit)
+        for unit in context.units:
+            if not unit.requires_sync:
+                unit.collect_left_gradients()
+        for ref in reversed(list(context.order)):
+            unit = ref()
+            if unit is not None and (unit in self._touched or unit.has_unreduced):
+                del context.order[ref]
+                self._issue_if_needed(unit)
+        for unit in context.units:
+            self._issue_if_needed(unit)
+
+    def _issue_if_needed(self, unit: Unit) -> None:
+        if not unit.requires_sync:
+            return
+        if unit in self._issued:  # what it keeps for a later all-reduce is not collected anew
+            needed = any(g.buffer is not None for g in unit.grads)
+        else:
+            needed = unit in self._touched or unit.has_unreduced
+        if needed:
+            self._issue(unit)
+
+    def join(self, grads: BucketGrads) -> None:
+        """Reduce a bucket that this rank has no gradients of, because peers do."""
+        unit = grads.state.unit()
+        self._touched.setdefault(unit, None)
+        unit.watch_gradients()  # it may not have run since `requires_grad` was changed
+        reduction = unit.issue_reduction(grads, joins=True)
+        self._in_flight.append(reduction)
+        self.steps.issued(unit, [reduction])
+
+    def check_ledgers(self) -> None:
+        """Was everything that this backward brought reduced, delivered, released? See `ledger`."""
+        kept = self._creates_graph  # nothing is released before the outermost plain backward ends
+        ran = () if kept else (u for ref in self.context.order if (u := ref()) is not None)
+        check_units(self._touched, (u for u in ran if u not in self._touched))
+        if self.torn:
+            self.context.torn += refresh(self.torn)
+            raise torn_error(self.torn)
+
+    def abandon(self) -> None:
+        """An exception ended the backward: drop what was to come. Collectives that were issued run
+        to their end first, since they write into buffers that would be freed.
+        """
+        forget(self)
+        for unit in list(self._quiet):
+            self._be_heard(unit)
+        while self._in_flight:
+            reduction = self._in_flight.popleft()
+            if not is_unordered(reduction.grads.state.transport):
+                reduction.wait()
+
+
+# -- the end, once for all contexts that take part in it -------------------------------------------
+class _Passes(list[BackwardPass]):
+    """Those that end with one graph task, which holds them: an exception lets go of them all."""
+
+
+_ENDS: weakref.WeakValueDictionary[int, _Passes] = weakref.WeakValueDictionary()  # by graph task
+
+
+def end_with(task: int, backward: BackwardPass) -> None:
+    """Let `backward` take part in the end of a graph task (reentrant checkpointing nests them)."""
+    passes = _ENDS.get(task)
+    if passes is None:
+        passes = _ENDS[task] = _Passes()
+        at_end_of_backward(partial(_end, task, passes))
+    passes.append(backward)
+
+
+def forget(backward: BackwardPass) -> None:
+    """An exception ended the backward; where an outer one goes on, that is not to end it too."""
+    for passes in list(_ENDS.values()):
+        if backward in passes:
+            passes.remove(backward)
+
+
+def is_to_end(task: int | None) -> bool:
+    """A graph task runs, as far as anybody knows: one that failed lets go of its passes."""
+    return task in _ENDS
+
+
+def _end(task: int, passes: _Passes) -> None:
+    """Autograd has run all nodes of a graph task."""
+    _ENDS.pop(task, None)  # who comes now, by a hook, gets an end of its own
+    _finish(passes, [b for b in passes if b.first_task == task])
+
+
+def end_now(backward: BackwardPass) -> None:
+    """End a pass that no autograd graph belongs to."""
+    _finish([backward], [backward])
+
+
+def _finish(passes: list[BackwardPass], ending: list[BackwardPass]) -> None:
+    try:
+        for backward in passes:
+            backward.flush()
+        if ending:
+            _join_peers(ending)
+        for backward in passes:
+            backward.advance_reductions()
+        for backward in passes:
+            backward.finish_reductions()
+            backward.steps.end()
+        for backward in ending:
+            backward.rest()
+        for backward in ending:
+            backward.context.end_backward()
+    except BaseException:
+        for backward in passes:  # now, and not at the next forward: peers wait for this rank
+            if backward.context.backward is backward:
+                backward.context.abandon()
+        raise
+    for backward in ending:  # control is the user's again, so a complaint holds up no peer
+        backward.check_ledgers()
+
+
+def _join_peers(ending: list[BackwardPass]) -> None:
+    """Take part, with nothing to add, in reductions that only other ranks have (a branch, an expert
+    that ran there): this rank owns a shard of their sums too.
+    """
+    wires = [wire for backward in ending for wire in backward.context.entered[-1]]
+    for wire in dict.fromkeys(wires):
+        if wire.depth > wires.count(wire):
+            continue  # an outer backward goes on, on the same transport
+        position = Position(wire.step, "backward", "")
+        while buckets := missing_of(wire.transport, position):
+            for bucket in buckets:
+                grads: BucketGrads | None = bucket.private["grads"]()
+                if grads is None:
+                    raise DivergenceError(
+                        f"{bucket.name}: another rank reduces gradients of this unit, which this "
+                        "rank has deleted; keep the same models on all ranks"
+                    )
+                ending[0].join(grads)

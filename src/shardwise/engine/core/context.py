@@ -1,0 +1,442 @@
+"""A context: the units under one root, and the forward passes through them.
+
+The root is whoever is called first from outside; at its first call it takes in the units of all
+modules below it, names them, and checks what can be checked before anything is trained. Nesting is
+dynamic: `depth` counts engine calls, the outermost one enters and leaves the transports' phases.
+
+`order` holds the units whose forward ran with gradients and whose backward is still to come, in
+the order of their first call. Reductions are issued in the reverse order, whatever the order in
+which gradients complete: ranks whose autograd graphs differ inside a unit then still issue the
+same sequence of collectives.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+from shardwise._torch_compat import graph_task
+from shardwise.comm.board import wait_for
+from shardwise.comm.phases import Entered, Wire, abandon_phases, enter_all, leave_all
+from shardwise.comm.transport import WITHOUT_GRADIENTS, is_unordered
+from shardwise.engine.core.backward import BackwardPass, end_now
+from shardwise.engine.core.gradients import BucketGrads
+from shardwise.engine.core.home import bring_up_to_date
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.unit_gradients import UnitGradients
+from shardwise.engine.guards.ledger import Torn, torn_in
+from shardwise.engine.services.guests import end_of_call
+from shardwise.engine.services.prefetch import Prefetch
+from shardwise.engine.services.tokens import count_of_backward
+from shardwise.errors import EngineError
+from shardwise.events import EventLog
+
+_wires = attrgetter("wires")
+_serves_alone = attrgetter("serves_alone")
+
+
+_LIVE: weakref.WeakValueDictionary[int, Context] = weakref.WeakValueDictionary()
+
+
+def contexts() -> list[Context]:
+    """All that are alive, oldest first."""
+    return list(_LIVE.values())
+
+
+class Context:
+    """See the module docstring. Units are held weakly: they belong to their modules, and a model
+    that is deleted frees its memory at once, also before the backward of its last forward.
+    """
+
+    def __init__(self) -> None:
+        _LIVE[id(self)] = self
+        self._units: list[weakref.ref[Unit]] = []
+        self.depth = 0
+        self.num_calls = 0  # of units
+        self.latest_call: Call | None = None  # with gradients on, and a tensor as output
+        self.order: dict[weakref.ref[Unit], None] = {}
+        self.prefetch = Prefetch()
+        self.backward: BackwardPass | None = None
+        self.log: EventLog | None = None
+        self.entered: list[Entered] = []  # innermost last: a backward may run inside a forward
+        self.num_tokens: float | None = None  # since the last reduction; None: losses are means
+        self.is_accumulating = False  # a backward without sync has left partial gradients
+        self.has_run = False
+        self.is_alone = False  # a forward that copies serve which are kept, outside of any phase
+        self.keeps_some = False  # copies stay between forwards, by a strategy or by wish
+        self.may_hold = False  # copies that users asked to keep may be there, on any rank
+        self.torn: list[Torn] = []  # gradients that an exception left half done
+        self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
+        self._reached: set[weakref.ref[Unit]] = set()  # without sync, see `reduce_partials`
+        self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
+
+    # -- units -----------------------------------------------------------------------------------
+    @property
+    def units(self) -> list[Unit]:
+        return [u for ref in self._units if (u := ref()) is not None]
+
+    def take_in(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            self.may_hold |= hasattr(unit, "context") and unit.context.may_hold
+            self.keeps_some |= unit.keeps_between_steps or unit.is_kept_by_wish
+            unit.context = self
+            if all(ref() is not unit for ref in self._units):
+                self._units.append(weakref.ref(unit))
+
+    def wires(self) -> list[Wire]:
+        """The wires of all units, each once, in an order that is the same on all ranks."""
+        return list(dict.fromkeys(chain.from_iterable(map(_wires, self.units))))
+
+    def note(self, code: str, unit: UnitGradients) -> None:
+        if self.log is not None:
+            self.log.add(code, unit.name)
+
+    # -- forward ---------------------------------------------------------------------------------
+    @property
+    def is_outermost(self) -> bool:
+        return self.depth <= 1
+
+    def begin_call(self, name: str) -> bool:
+        """Control enters. True for an outermost call outside of any backward."""
+        self.depth += 1
+        if self.depth > 1:
+            return False
+        if graph_task() is not None:
+            self.backward_pass()  # a recomputation may come before any other sign of the backward
+            return False
+        try:
+            self._begin_forward(name)
+        except BaseException:
+            self.abandon()
+            raise
+        return True
+
+    def _begin_forward(self, name: str) -> None:
+        if self.backward is not None:
+            self.abandon()  # its end was never reached: an exception ended it
+            self.depth = 1
+        for wire in self.wires():
+            wire.end_stale_backward()
+        for unit in self.units:
+            if unit.mark.moved or not unit.is_registered():
+                unit.refresh()  # before the phase, whose fence tells the peers of new buffers
+        has_grad = torch.is_grad_enabled()
+        self.is_alone = not has_grad and all(map(_serves_alone, self.units))
+        if self.is_alone:
+            self.entered.append({})
+        else:
+            self._enter("forward" if has_grad else WITHOUT_GRADIENTS, name)
+            # Before its first pass nobody holds a copy.
+            first = not (self.has_run or self.may_hold)
+            self.agree_on_stale_copies([u for u in self.units if not first or u.homes])
+            self.may_hold |= not has_grad
+        self.has_run = True
+        self.prefetch.begin_forward()
+
+    def end_call(self, name: str, outermost: bool) -> None:
+        self.depth -= 1
+        if not outermost:
+            return
+        for unit in self.units:
+            if unit._modules_run:
+                unit.rest_after_forward()
+        self.forget_guests()
+        self.prefetch.end_forward()
+        if self.keeps_some or not torch.is_grad_enabled():
+            self._fill_kept()
+        self.latest_call, self.is_alone = None, False
+        self._leave("forward", name)
+
+    def _fill_kept(self) -> None:
+        """Ranks may have run different units, or none may have run a certain one. Where copies stay
+        after this forward, those of all units do, on all ranks: a later forward without gradients
+        then asks nobody, on any rank.
+        """
+        if self.is_alone:
+            return
+        has_grad = torch.is_grad_enabled()
+        missing = [
+            unit
+            for unit in self.units
+            if unit.transports
+            and unit.needs_gather
+            and (unit.keeps_between_steps or unit.is_kept_by_wish)
+            and (not has_grad or is_unordered(unit.transport))  # else all ranks run the same
+        ]
+        for unit in missing:
+            unit.unshard()
+        for unit in missing:
+            unit.wait_unshard()
+
+    def fail_call(self, outermost: bool) -> None:
+        """An exception passes through. The outermost call puts everything back to rest."""
+        self.depth -= 1
+        if outermost:
+            self.abandon()
+
+    def forget_guests(self) -> None:
+        """They are for one call."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                if bucket.guests:
+                    end_of_call(bucket)
+
+    def ran_forward(self, unit: Unit, *, is_awaited: bool) -> None:
+        """A unit's forward begins. `is_awaited`: its backward is to be expected."""
+        self.num_calls += 1
+        if self.log is not None:
+            self.note("F", unit)
+        if is_awaited:
+            unit.num_uses += 1
+            self.order.setdefault(unit.ref)
+
+    def agree_on_stale_copies(self, units: list[Unit]) -> None:
+        """What lives between steps is gathered again when any rank wrote to its shards: full copies
+        at their next use, shards that replicas share out (`home`) at once.
+        """
+        kept = [u for u in units if u.transports and (u.keeps_between_steps or u.homes)]
+        if self.may_hold:
+            kept = [u for u in units if u.transports and (u in kept or u.may_be_kept)]
+        if not kept:
+            return
+        # Units that are not held count too: ranks differ in that after an exception.
+        for unit in kept:
+            unit.is_stale = unit.is_behind
+        # A unit on several meshes is gathered as one: what one mesh has agreed on goes on to the
+        # next.
+        for transport in dict.fromkeys(t for u in kept for t in u.transports):
+            units = [u for u in kept if transport in u.transports]
+            agreed = transport.agree([u.is_stale for u in units])
+            for unit, stale in zip(units, agreed, strict=True):
+                unit.is_stale = stale
+        bring_up_to_date(u for u in kept if u.is_stale and u.homes)
+
+    # -- phases ----------------------------------------------------------------------------------
+    def _enter(self, phase: str, name: str) -> None:
+        self.entered.append(enter_all(self.wires(), phase, name))
+
+    def _leave(self, phase: str, name: str) -> None:
+        if not self.entered:
+            return
+        try:
+            leave_all(self.entered.pop(), phase, name)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""
+        backward, self.backward = self.backward, None
+        entered, self.entered = self.entered, []
+        abandon_phases(*reversed(entered))
+        if backward is not None:
+            backward.abandon()
+            self.torn += backward.torn
+        for unit in self.units:
+            if backward is not None:
+                self.torn += torn_in(unit)
+            unit.abandon(keep=self.is_alone)
+        self.forget_guests()
+        self.order.clear()
+        self.latest_call, self.is_alone = None, False
+        self.prefetch.forget()
+        self._reached.clear()
+        self.depth = 0
+        self.num_tokens, self.is_accumulating, self.divisor = None, False, None
+
+    # -- counting tokens, see `token_mean` -------------------------------------------------------
+    def count_tokens(self) -> None:
+        """At the start of a backward: add its tokens; when it reduces, agree on the total."""
+        count = count_of_backward()
+        if self.is_accumulating and (count is None) != (self.num_tokens is None):
+            raise EngineError(
+                "micro-batches with and without global_mean() are mixed in one accumulation; use "
+                "it for all micro-batches of a step, or for none"
+            )
+        if count is not None and any(u.sum_order is not None for u in self.units):
+            raise EngineError(
+                "global_mean() in a reproducible run: gradients are the mean over micro-batches "
+                "there, each with the weight 1; let each micro-batch hold equally many tokens and "
+                "call backward() on its mean"
+            )
+        if count is not None and not self.share:
+            count = 0.0
+        self.num_tokens = None if count is None else (self.num_tokens or 0.0) + count
+        self.is_accumulating = True
+        if self.num_tokens is not None and any(u.requires_sync for u in self.units):
+            self.divisor = self.total_tokens()
+
+    def total_tokens(self) -> float | None:
+        """Tokens since the last reduction, over all ranks (a small all-reduce); None: not
+        counted.
+        """
+        if self.num_tokens is None:
+            return None
+        mesh = self.units[0].mesh
+        total = torch.tensor([self.num_tokens], dtype=torch.float64, device=mesh.device)
+        for axis in (mesh.shard, mesh.replicate):
+            if axis.size > 1:
+                work = dist.all_reduce(total, group=axis.group, async_op=True)
+                wait_for(work, "all_reduce of the number of tokens")
+        return max(total.item(), 1.0)
+
+    def tokens_reduced(self) -> None:
+        """At the end of a backward: a reduction starts the count anew."""
+        if any(u.requires_sync for u in self.units):
+            self.num_tokens, self.is_accumulating = None, False
+        self.divisor = None
+
+    # -- backward --------------------------------------------------------------------------------
+    def backward_pass(self) -> BackwardPass:
+        """The backward that runs now; begins one at its first sign."""
+        backward = self.backward
+        if backward is None:
+            backward = self.backward = BackwardPass(self)
+            backward.watch_end()
+            self._enter("backward", "")
+            self.count_tokens()
+            for unit in [u for u in self.units if not u.requires_sync]:
+                for grads in unit.grads:
+                    grads.note_trainable()
+        backward.watch_end()
+        return backward
+
+    def reduce_partials(self) -> None:
+        """Reduce what backwards without sync have left, as the end of a backward would.
+
+        Pipelines do this once per step, when all micro-batches are through.
+        """
+        if graph_task() is not None:
+            raise EngineError("reduce_partials: a backward runs; call it between backwards")
+        if self.backward is not None:
+            self.abandon()  # an exception ended it
+        self.backward = BackwardPass(self)
+        self._enter("backward", "")
+        try:
+            for unit in self.units:
+                unit.collect_left_gradients()
+            self._check_reached()
+            self.divisor = self.total_tokens()
+            end_now(self.backward)
+        except BaseException:
+            if self.backward is not None:
+                self.abandon()
+            raise
+
+    def _check_reached(self) -> None:
+        """Schedules that compute gradients of inputs and weights apart (zero bubble) look for the
+        parameters in the graph of the first; where they find shards they lose gradients silently.
+        """
+        reached, self._reached = self._reached, set()
+        units = [u for u in self.units if u.ref in reached]
+        empty = [u.name for u in units if u.is_trainable and not u.has_unreduced]
+        if empty:
+            raise EngineError(
+                f"{', '.join(empty)}: backwards went through, but no parameter has a gradient. A "
+                "schedule that computes gradients of inputs and of weights apart (zero bubble) "
+                "needs the full parameters in between: pass reshard_after_forward=False to "
+                "fully_shard"
+            )
+
+    def end_backward(self) -> None:
+        self.backward = self.latest_call = None  # a call may have run again, for its activations
+        if not self.order:
+            self.prefetch.forget()
+        self.tokens_reduced()
+        if self.may_hold:
+            self.may_hold = False
+            for unit in self.units:
+                unit.was_unsharded = False
+        self._leave("backward", "")
+
+    def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
+        self.backward_pass().gradient_arrived(unit, grads, index)
+
+    def pre_backward(self, unit: Unit) -> None:
+        """The gradient of an output of `unit` is complete."""
+        if not unit.requires_sync:
+            self._reached.add(unit.ref)
+        self.backward_pass().pre_backward(unit)
+
+
+_OUTPUT = "shardwise.output"
+
+
+def watch_output(tensor: torch.Tensor, call: Call) -> None:
+    """Call `call` when the gradient of an output of its unit is complete."""
+    seen = behind_views(tensor)
+    seen.register_hook(call)
+    if seen.grad_fn is not None:
+        is_innermost = call.unit.context.num_calls == call.number
+        # That of an inner unit, where the outer one returns it as it is, stays.
+        seen.grad_fn.metadata.setdefault(_OUTPUT, (call.unit.ref, is_innermost))  # type: ignore[attr-defined]
+
+
+def output_at(node: Any) -> tuple[weakref.ref[Unit] | None, bool]:
+    """The unit whose output a node of a graph computes, and whether no other one ran inside."""
+    return node.metadata.get(_OUTPUT, (None, False))
+
+
+def behind_views(tensor: torch.Tensor) -> torch.Tensor:
+    """Where a hook belongs: what is written to a view gives it a history anew, without the hooks
+    that it had; and one on a view of which a part was written crashes torch. Many outputs are
+    views, those of a linear layer too.
+    """
+    base = tensor._base
+    return tensor if base is None or base.is_leaf else base
+
+
+class Call:
+    """One call of a unit with gradients on, and the hook on its outputs. While it is open its
+    backward is to come or under way; it lives as long as the hooks in its graph.
+    """
+
+    __slots__ = ("__weakref__", "_leaf_hook", "followers", "number", "output", "unit")
+
+    def __init__(self, unit: Unit, *, is_open: bool) -> None:
+        self.unit = unit
+        self.number = unit.context.num_calls
+        self.output: weakref.ref[torch.Tensor] | None = None  # where it is a tensor
+        self.followers: list[Call] = []  # whose only input that is
+        self._leaf_hook: RemovableHandle | None = None
+        if is_open:
+            unit.open_calls.add(id(self))
+
+    def __del__(self) -> None:
+        self.unit.open_calls.discard(id(self))
+        if self._leaf_hook is not None:
+            self._leaf_hook.remove()
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        for follower in self.followers:
+            follower.input_done(grad)
+        unit = self.unit
+        unit.open_calls.add(id(self))  # again, in another backward through the same graph
+        unit.context.pre_backward(unit)
+
+    def watch_input(self, only: torch.Tensor) -> None:
+        """Be told when its gradient is complete. A leaf outlives the graph: it holds no call."""
+        if not only.is_leaf:
+            behind_views(only).register_hook(self.input_done)
+            return
+        ref = weakref.ref(self)
+
+        def input_done(grad: torch.Tensor) -> None:
+            call = ref()
+            if call is not None:
+                call.input_done(grad)
+
+        self._leaf_hook = only.register_hook(input_done)
+
+    def input_done(self, _grad: torch.Tensor) -> None:
+        """The gradient of its only input is complete."""
+        unit = self.unit
+        unit.open_calls.discard(id(self))
+        unit.context.backward_pass().input_done(unit)

@@ -1,0 +1,665 @@
+"""A unit: the parameters of one `fully_shard` call, and what happens to them in a step.
+
+    moment          full copy                                    registered   gradients
+    at rest         none (or kept, `Lifetime.CLEAN`)             shards       None or sharded
+    pre_forward     gathered, unless it is held and fresh        full
+    post_forward    released, unless the strategy keeps it       shards, or full when kept for the
+                                                                 backward
+    pre_backward    gathered if it was released                  full         arrive one by one
+    complete                                                                  reduction issued
+    end             released                                     shards       delivered
+
+Who calls what when is decided in `context` (forward) and `backward`; here is only what one unit
+does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from operator import methodcaller
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from shardwise._torch_compat import (
+    functorch_transform,
+    graph_task,
+    graph_task_id,
+    outside_transforms,
+)
+from shardwise.comm.phases import Wire, phase_on
+from shardwise.comm.streams import Streams
+from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
+from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_tie
+from shardwise.engine.core.gradients import BucketGrads
+from shardwise.engine.core.home import Home
+from shardwise.engine.core.kept_forms import KeptForms, renew
+from shardwise.engine.core.parameter import ShardedParam, Slot
+from shardwise.engine.core.regroup import Regrouped
+from shardwise.engine.core.unit_gradients import UnitGradients, settle_by
+from shardwise.engine.guards.views import Attributes
+from shardwise.engine.reproducible.order import SumOrder
+from shardwise.engine.services.guests import guests_of, take_back
+from shardwise.engine.tensor.shard_tensor import Mark
+from shardwise.errors import EngineError
+from shardwise.layout import Lifetime
+
+if TYPE_CHECKING:
+    from shardwise.engine.core.context import Context
+    from shardwise.engine.services.step_in_backward import Stepper
+
+
+# What is asked of all buckets is asked by one `map`, which stays in C.
+_gather = methodcaller("gather")
+_written = methodcaller("written_names")
+_is_registered = methodcaller("is_registered")
+
+
+class Unit(UnitGradients):
+    """See the module docstring. Settings that users change by method are plain attributes."""
+
+    def __init__(
+        self,
+        name: str,
+        found: list[Found],
+        plan: Plan,
+        streams: Streams,
+        num_modules: int,
+        ignored: frozenset[int],
+    ) -> None:
+        self.name = name
+        self.ref: weakref.ref[Unit] = weakref.ref(self)
+        self.plan = plan
+        self.mesh = plan.mesh
+        self.transport = plan.transport
+        self.streams = streams
+        self.policy = plan.policy
+        self.strategy = strategy = plan.strategy
+        self.mark = Mark(name)
+        self.num_modules = num_modules
+        self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
+        self.ignored = ignored
+        self._regrouped: Regrouped | None = None
+        self.kept_forms: KeptForms = {}
+        self.custom_comms: dict[str, Any] = {}  # the user's "all_gather", "reduce_scatter"
+        self._build(found)
+        self.context: Context  # set when a context takes the unit in
+
+        self.keeps_between_steps = strategy.lifetime is Lifetime.CLEAN
+        self.root_rule = False  # reshard_after_forward=None: the root's own unit is kept
+        self.is_root = False
+        self.reshard_after_forward = strategy.lifetime is Lifetime.USE
+        self.reshard_after_backward = strategy.lifetime is not Lifetime.CLEAN
+        self.requires_sync = True
+        self.requires_all_reduce = True
+        self.unshard_in_backward = True
+        self.divide_by: float | None = None
+        self.has_own_factor = False  # given to this unit, not to one above
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.sum_order: SumOrder | None = None  # set while a reproducible run is on
+        self.forward_prefetch: list[weakref.ref[Unit]] = []
+        self.backward_prefetch: list[weakref.ref[Unit]] = []
+        self.set_prefetch(None)
+
+        self.attributes: Attributes | None = None  # of its modules, once a root has taken it in
+        self.stepper: Stepper | None = None  # an optimizer that steps in the backward
+        self.num_uses = 0  # forwards with gradients since the last backward
+        self.is_held = False  # a gathered copy exists or is on its way
+        self.is_stale = False  # ... but somebody wrote to the shards since
+        self.gathered_at = -1
+        self.is_unsharded = False  # by the user, until it is resharded or its backward is over
+        self.was_unsharded = False  # ... on all ranks alike: since the last backward
+        self.in_double_backward = False
+        self.hides_outputs = False  # no hook reaches the last forward's tensors: stays gathered
+        self._handles: Sequence[Handle] = ()
+        self._gathered: Any = None  # the event behind the gather, until somebody has waited for it
+        self._modules_run = 0
+        self.open_calls: set[int] = set()  # ids of calls whose backward is not over
+        self.is_adopted = False  # a root has taken it in and named it
+        self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
+        self.borrowers: list[weakref.ref[Unit]] = []  # where parameters of this one are used
+        self._num_users = 0  # tied units that run now and need this one gathered
+
+    def _build(self, found: list[Found]) -> None:
+        self.buckets = build_buckets(self.name, found, self.plan, self.mark)
+        ref = self.ref
+        for bucket in self.buckets:
+            bucket.unit = ref
+            for param in bucket.params:
+                param.unit = ref
+        self.grads = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
+        self.shows_shards = True  # and nothing else is registered
+        self._tell_transport()
+        self._find_wires()
+
+    def _tell_transport(self) -> None:
+        """Leave word on transport buckets whose gradients they carry, and by whose collectives."""
+        for grads in self.grads:
+            if grads.state.bucket is not None:
+                grads.state.bucket.private["grads"] = weakref.ref(grads)
+                grads.state.bucket.private.update(self.custom_comms)
+
+    def _find_wires(self) -> None:
+        """The wires that this unit's collectives go over, the transports of its gathers, and the
+        homes of buckets whose shards replicas share out.
+        """
+        self.homes: list[Home] = [b.home for b in self.buckets if b.home is not None]
+        self.transports: list[Transport] = list(
+            dict.fromkeys(
+                b.transport for b in self.buckets if b.layout.world > 1 or b.home is not None
+            )
+        )
+        wires = [Wire.of(b.transport) for b in self.buckets] or [Wire.of(self.transport)]
+        wires += [Wire.of(home.transport) for home in self.homes]
+        if self._regrouped is not None:
+            wires += self._regrouped.wires
+        self.wires: list[Wire] = list(dict.fromkeys(wires))
+
+    @property
+    def params(self) -> list[ShardedParam]:
+        return [p for b in self.buckets for p in b.params]
+
+    def set_prefetch(self, enabled: bool | None, gather_limit: int | None = None) -> None:
+        """`enabled`: None for where it pays; `gather_limit`: bytes that prefetching may reach.
+
+        `overlaps` says whether collectives run beside computing, so that it pays to issue them
+        early.
+        """
+        self.prefetch, self.gather_limit = enabled, gather_limit
+        wanted = self.streams.is_async if enabled is None else enabled
+        self.overlaps = wanted and not is_unordered(self.transport)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered copy."""
+        return sum(b.layout.full_bytes for b in self.buckets if not b.aliases)
+
+    @property
+    def is_tied(self) -> bool:
+        """Parameters of it are used in other units' modules, or those of others here."""
+        return bool(self._tied_to or self.borrowers)
+
+    @property
+    def open_borrowers(self) -> list[Unit]:
+        """Units that use its parameters too, and whose backward is not over."""
+        return [u for ref in self.borrowers if (u := ref()) is not None and u.open_calls]
+
+    @property
+    def is_trainable(self) -> bool:
+        return any(p.sharded.requires_grad for p in self.params)
+
+    @property
+    def is_fresh(self) -> bool:
+        return not self.is_stale and self.is_current_copy
+
+    @property
+    def is_current_copy(self) -> bool:
+        """This rank has not written to its shards since the gather."""
+        return self.gathered_at == self.mark.count
+
+    @property
+    def is_kept_by_wish(self) -> bool:
+        """Forwards without gradients leave its copy there, because the user said so."""
+        return self.is_unsharded or not (self.reshard_after_forward or self.root_rule)
+
+    @property
+    def may_be_kept(self) -> bool:
+        """On some rank; says the same on all."""
+        return self.was_unsharded or not (self.reshard_after_forward or self.root_rule)
+
+    @property
+    def serves_alone(self) -> bool:
+        """A forward without gradients needs nothing of other ranks, as far as this one knows."""
+        return not self.transports or (self.is_held and self.is_fresh and not self.is_behind)
+
+    @property
+    def is_behind(self) -> bool:
+        """What it keeps between forwards is older than this rank's shards, or is not there."""
+        is_kept = self.keeps_between_steps or self.may_be_kept
+        if is_kept and not (self.is_held and self.is_current_copy):
+            return True
+        return any(home.gathered_at != self.mark.count for home in self.homes)
+
+    @property
+    def needs_gather(self) -> bool:
+        """No copy is held, or one that was written since; a backward takes that of its forward."""
+        return not self.is_held or (not self.is_fresh and graph_task_id() == -1)
+
+    def is_registered(self) -> bool:
+        """True when the modules hold this unit's parameters, in whatever form."""
+        return all(map(_is_registered, self.buckets))
+
+    def refresh(self, *, check_ties: bool = True) -> None:
+        """Pick up parameters that were moved, cast or replaced since; does nothing when none
+        was. `check_ties` is False after `_apply`, which replaces tied parameters one by one.
+        """
+        self.admit_guests()
+        if not all(b.is_current() for b in self.buckets):
+            for param in self.params if check_ties else ():
+                check_tie(param)
+            self._rebuild()
+
+    def admit_guests(self) -> None:
+        """Leave alone what `functional_call` has put in the place of parameters."""
+        for bucket in self.buckets:
+            if bucket.left:
+                take_back(bucket)
+            bucket.guests = guests_of(bucket)
+
+    def _rebuild(self) -> None:
+        """Lay out and move what the modules hold now."""
+        found = []
+        for param in self.params:
+            slot = next((s for s in param.slots if s[0].get(s[1]) is not None), None)
+            if slot is not None:  # else no module has it any more
+                found.append(Found.again(param, self.held_in(slot, param), param.slots))
+        on_meta = {f.param.is_meta for f in found}
+        if len(on_meta) > 1:
+            return  # half of them are materialised; the other half follows
+        self.lay_out(found)
+
+    def held_in(self, slot: Slot, param: ShardedParam) -> nn.Parameter:
+        """What was put in the place of a parameter for good, or else the parameter."""
+        held = slot[0][slot[1]]
+        is_lent = any(guest.is_in(slot) for bucket in self.buckets for guest in bucket.guests)
+        return param.sharded if is_lent or param.is_form(held) else held
+
+    def lay_out(self, found: list[Found]) -> None:
+        """Manage `found` from now on, in new buffers."""
+        self.forget_dead_slots()
+        self.agree_on_flags()
+        if any(g.has_partial for g in self.grads):
+            self.settle_partials()  # what was added up lies in the old layout
+        if self.is_held:
+            self.reshard()
+        if self.sum_order is not None:
+            self.sum_order.fail()  # what a step has collected does not fit the new layout
+        self.mark.count += 1
+        self.mark.moved = False
+        self._regrouped = None
+        before = [(param.full, param.sharded) for param in self.params]
+        guests = [guest for bucket in self.buckets for guest in bucket.guests]
+        self._build(found)
+        for guest in guests:
+            guest.rest()
+        if guests:
+            self.admit_guests()
+        now = {id(param.sharded): param for param in self.params}
+        for full, sharded in before:  # an optimizer may hold the gathered form of before
+            if full is not None and id(sharded) in now:
+                now[id(sharded)].settle_home(full)
+
+    def owner_of(self, param: ShardedParam) -> nn.Module:
+        """The module that holds a parameter."""
+        roots = [root for ref in self.modules if (root := ref()) is not None]
+        for module in (m for root in roots for m in root.modules()):
+            if any(held is module._parameters for held, _ in param.slots):
+                return module
+        raise EngineError(
+            f"{param.name}: no module of the unit {self.name!r} holds it any more; call "
+            "fully_shard after the model has got its final modules"
+        )
+
+    def forget_dead_slots(self) -> None:
+        """Leave alone what modules do not have any more: registering would bring it back."""
+        for bucket in self.buckets:
+            if bucket.left:
+                take_back(bucket)
+            for param in bucket.params:
+                slots = [s for s in param.slots if s[0].get(s[1]) is not None]
+                if len(slots) != len(param.slots):
+                    param.slots = slots
+                    bucket.forget_places()
+
+    def catch_up(self, *, check_ties: bool = True) -> None:
+        """Take what was put in the place of a parameter before registering would undo it."""
+        self.forget_dead_slots()
+        if not self.is_registered():
+            self.refresh(check_ties=check_ties)
+
+    def use_custom_comm(self, kind: str, comm: Any) -> None:
+        """Gathers or reductions of this unit go through the user's collective, on c10d."""
+        if self.transport.name != "c10d":
+            self.plan = self.plan.on_transport("c10d")
+            self.transport = self.plan.transport
+            self.set_prefetch(self.prefetch, self.gather_limit)
+            self.reshard()
+            self._rebuild()
+        self.custom_comms[kind] = comm
+        self._tell_transport()
+
+    def tie(self, ties: list[Tie]) -> None:
+        """Register, in slots of this unit's modules, parameters that belong to other units.
+
+        While this unit runs, those are gathered too. Such a parameter has one full form, so its
+        gradient holds the contributions of all places.
+        """
+        for home, slot in ties:
+            home.slots.append(slot)
+            slot[0][slot[1]] = home.sharded
+            owner = home.unit()
+            for bucket in owner.buckets if owner is not None else ():
+                bucket.forget_places()
+            if owner is not None and owner is not self:
+                self.borrow_from(owner)
+
+    def borrow_from(self, owner: Unit) -> None:
+        """Parameters of `owner` are registered in this unit's modules too."""
+        if owner not in self._tied_to:
+            self._tied_to.append(owner)
+            owner.borrowers.append(self.ref)
+
+    def materialize(self) -> None:
+        """Allocate shards for parameters on the meta device. What is in them is undefined until
+        somebody fills them.
+        """
+        for bucket in self.buckets:
+            if bucket.bucket is None:
+                bucket.allocate()
+                for i, param in enumerate(bucket.params):
+                    param.make_sharded(bucket.fresh_shard(i), param.sharded)
+                bucket.forget_forms()
+                bucket.register_sharded()
+                bucket.make_full()
+        self._tell_transport()
+
+    # -- full copies -----------------------------------------------------------------------------
+    def unshard(self) -> None:
+        """Issue the gather, unless a fresh copy is held. `wait_unshard` must follow before use.
+
+        A backward uses the copy that its forward used, also when the shards were written in
+        between.
+        """
+        if self.needs_gather:
+            self._issue_gather()
+
+    def _issue_gather(self) -> None:
+        if self.transports and self.context.is_alone:
+            raise EngineError(
+                f"the unit {self.name!r} must be gathered in the middle of a forward without "
+                "gradients that began with all copies current: its parameters were written, or "
+                "resharded, inside that forward. Write before the forward, on all ranks"
+            )
+        if self.is_held:
+            self.wait_unshard()
+        if self.context.log is not None:
+            self.context.note("AG", self)
+        if self.streams.is_async:
+            with self.streams.lane("gather"):
+                self._handles = outside_transforms(self._gather)
+                self._wait_handles()  # the lane waits, not the host: copy-out overlaps too
+            self._gathered = self.streams.record("gather")
+        else:
+            self._handles = outside_transforms(self._gather)
+        self.is_held, self.is_stale = True, False
+        self.gathered_at = self.mark.count
+
+    def fill_middles(self) -> None:
+        """Gather the shards from the replicas that share them out."""
+        self.context.note("HG", self)
+        with torch.no_grad(), self.streams.lane("gather"):
+            outside_transforms(self._fill_middles)
+
+    def _fill_middles(self) -> None:
+        for home in self.homes:
+            home.gather().wait()
+            home.gathered_at = self.mark.count
+
+    def _gather(self) -> list[Handle]:
+        regrouped = self._regrouped
+        if regrouped is None or not regrouped.is_kept or graph_task() is None:
+            return list(map(_gather, self.buckets))
+        rest = [b for b in self.buckets if not regrouped.holds(b)]
+        return regrouped.gather() + [b.gather() for b in rest]
+
+    def wait_unshard(self) -> None:
+        """From here on the compute stream may read the full parameters."""
+        if self._handles:
+            self._wait_handles()
+        if self._gathered is not None:
+            event, self._gathered = self._gathered, None
+            self.streams.wait(event)
+
+    def _wait_handles(self) -> None:
+        try:
+            outside_transforms(self._wait_each)
+        except BaseException:
+            # The gather may still write, so its memory is not released; nobody waits for it again.
+            self.is_held = False
+            raise
+
+    def _wait_each(self) -> None:
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            if handle is not DONE:
+                handle.wait()
+        for bucket in self.buckets:
+            bucket.count_uses_behind_gather()
+
+    def use_full(self) -> None:
+        self.shows_shards = False
+        for bucket in self.buckets:
+            bucket.register_full()
+        if self.kept_forms:
+            renew(self.kept_forms)
+
+    def _make_usable(self) -> None:
+        """Gathered, complete, and registered."""
+        if self.needs_gather:
+            self._issue_gather()
+        if self._handles or self._gathered is not None:
+            self.wait_unshard()
+        self.use_full()
+
+    def use_shards(self) -> None:
+        self.shows_shards = True
+        for bucket in self.buckets:
+            bucket.register_sharded()
+        if self.kept_forms:
+            renew(self.kept_forms)
+
+    def reshard(self, after: str = "") -> None:
+        """Register the shards and release the full copy."""
+        self.use_shards()
+        self.is_unsharded = False
+        if not self.is_held:
+            return
+        if self._handles or self._gathered is not None:
+            self.wait_unshard()
+        for bucket in self.buckets:
+            bucket.release(after)
+        self.is_held = False
+        if self.context.log is not None:
+            self.context.note("FR", self)
+
+    def reshard_for_state_dict(self) -> None:
+        """State dicts show shards, whatever is gathered.
+
+        With `assign=True` the modules of a list are loaded one after the other: what the first was
+        given is left alone when the next one's turn comes.
+        """
+        self.forget_dead_slots()
+        self.agree_on_flags()
+        if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
+            if self.is_kept_by_wish and self.is_held and self.is_current_copy:
+                self.use_shards()
+            else:
+                self.reshard()
+
+    def start_user_unshard(self) -> None:
+        if self.mark.moved:
+            self.refresh()
+        if self.context.is_alone and self.serves_alone:
+            return
+        self.is_unsharded = self.was_unsharded = True
+        self.context.may_hold = self.context.keeps_some = True
+        with phase_on(self.wires, "unshard", self.name):
+            if self.homes and graph_task() is None:  # a backward uses the values of its forward
+                self.context.agree_on_stale_copies([self])
+            self.unshard()
+
+    def finish_user_unshard(self) -> None:
+        self.wait_unshard()
+        self.watch_gradients()
+        self.use_full()
+
+    # -- moments ---------------------------------------------------------------------------------
+    def pre_forward(self) -> None:
+        if self.attributes is not None and self.attributes.could_hold:
+            self.attributes.watch_forms()
+        if self.context.depth > 1:  # the outermost call has looked at all units before
+            for unit in (self, *self._tied_to):
+                if not all(map(_is_registered, unit.buckets)):
+                    unit.admit_guests()
+        self._make_usable()
+        self.watch_gradients()
+        self._modules_run += 1
+        for owner in self._tied_to:
+            owner._num_users += 1
+            owner._make_usable()
+            owner.watch_gradients()
+
+    def post_forward(self, in_backward: bool) -> None:
+        """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
+        for owner in self._tied_to:
+            owner._num_users -= 1
+            if not in_backward and owner._modules_run == 0:
+                owner.rest_after_forward()
+        if in_backward:
+            self._modules_run = 0
+            return
+        if self._modules_run < self.num_modules and not self.context.is_outermost:
+            return  # the other modules of a list are still to come
+        self.rest_after_forward()
+
+    def rest_after_forward(self) -> None:
+        """The state between forward and backward."""
+        self._modules_run = 0
+        self._check_unwritten()
+        if self._num_users:
+            return
+        if self.is_unsharded and any(bucket.guests for bucket in self.buckets):
+            return  # `functional_call` puts back the full parameters that it found
+        if self.hides_outputs or functorch_transform() is not None:
+            # tangents and wrapped outputs, which no hook of ours can follow, may still need the
+            # full copy
+            return
+        if self.keeps_between_steps:
+            self.use_shards()
+        elif self.is_kept_by_wish and not torch.is_grad_enabled():
+            if not self.is_unsharded:
+                self.use_shards()
+        elif self.releases_after_forward() or not torch.is_grad_enabled():
+            self._check_kept_views()
+            if self.is_held and self.strategy.forward_world and torch.is_grad_enabled():
+                self._regroup()
+            else:
+                self.reshard("" if torch.is_grad_enabled() else "forward")
+
+    @property
+    def is_running(self) -> bool:
+        """Some of its modules have begun a forward that has not been rested from."""
+        return self._modules_run > 0
+
+    def addresses(self) -> set[int]:
+        """Where gathered memory begins that is to be released."""
+        return {address for b in self.buckets for address in b.addresses()}
+
+    def _check_kept_views(self) -> None:
+        """A module's attribute that looks into memory which is released now."""
+        if self.attributes is None or not self.is_held or not self.attributes.could_hold:
+            return
+        where = self.attributes.view_of(self.addresses())
+        if where is not None:
+            raise EngineError(
+                f"{where}: is a view of the gathered parameters of the unit {self.name!r}, which "
+                "are released now; keep a copy instead (.clone()), read it inside the forward "
+                "only and set it to None before it ends, or keep the parameters gathered "
+                "(strategy='shard_grad_op', reshard_after_forward=False)"
+            )
+
+    def _regroup(self) -> None:
+        """Keep shards over a smaller world until the backward."""
+        if self._regrouped is None:
+            self._regrouped = Regrouped(self.buckets, self.strategy.forward_world, self.plan.open)
+            self._find_wires()
+        self._regrouped.keep()
+        self.reshard()
+        self._regrouped.register()
+        self.shows_shards = False
+        renew(self.kept_forms)
+
+    def _check_unwritten(self) -> None:
+        """What somebody wrote into a gathered copy is lost with it: say so while it is there."""
+        if not self.is_held:
+            return
+        if any(map(_written, self.buckets)):
+            names = [name for b in self.buckets for name in b.written_names()]
+            raise EngineError(
+                f"{', '.join(names)}: written in place while the unit {self.name!r} was gathered "
+                "(in its forward, or between forward and backward); the sharded parameter would "
+                "not see it. Write to the parameters at rest instead: before the forward, or after "
+                "the backward"
+            )
+
+    def releases_after_forward(self) -> bool:
+        if self.root_rule:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    def pre_backward(self) -> None:
+        if self.unshard_in_backward or self.is_held:
+            self._make_usable()
+            for bucket in self.buckets:
+                bucket.count_uses_before()
+            for owner in self._tied_to:
+                owner.pre_backward()
+
+    @property
+    def should_be_released(self) -> bool:
+        """After a backward nothing may be gathered, as far as strategy and settings go."""
+        return (
+            self.reshard_after_backward
+            and not self.keeps_between_steps
+            and not self.in_double_backward
+        )
+
+    def rest_after_backward(self) -> None:
+        """The state after a backward."""
+        if self.in_double_backward or (self.shows_shards and not self.is_held):
+            return  # or it is at rest already
+        self.hides_outputs = False
+        self._check_unwritten()
+        if self._regrouped is not None:
+            self._regrouped.is_kept = False
+        self.is_unsharded = False
+        if self.keeps_between_steps:
+            self.use_shards()
+        elif self.reshard_after_backward:
+            self.reshard("backward")
+
+    def abandon(self, *, keep: bool = False) -> None:
+        """An exception ended a pass: back to rest, without what it collected. `keep`: copies that
+        other ranks keep too, who know nothing of it.
+        """
+        if self.sum_order is not None:
+            self.sum_order.fail()
+        for grads in self.grads:
+            grads.discard()
+        for param in self.params:
+            param.full.grad = None
+        self._modules_run = self._num_users = self.num_uses = 0
+        self.open_calls.clear()
+        self.in_double_backward = self.hides_outputs = False
+        self.show_shards(keep=keep)
+
+    def show_shards(self, *, keep: bool = False) -> None:
+        """Behind an exception, whatever was to follow."""
+        if self._regrouped is not None:
+            self._regrouped.is_kept = False
+        if self.keeps_between_steps or (keep and self.is_kept_by_wish):
+            self.use_shards()
+        else:
+            self.reshard()

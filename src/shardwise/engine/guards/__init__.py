@@ -1,0 +1,1 @@
+"""What would train wrongly without a word is named here."""

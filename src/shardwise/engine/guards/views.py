@@ -1,0 +1,105 @@
+"""Tensors that user code keeps of gathered parameters: `self.cache = self.weight[:2]`.
+
+They lie in memory that the engine empties when the unit comes to rest; some kernels crash when they
+read it. Two ways find them before:
+
+    attributes    of the unit's modules are looked at before each release: an error that names
+                  module and attribute. Only names that could hold a tensor are looked at, so that
+                  the usual module costs one comparison
+    use counts    where autograd keeps nothing of the copy (behind a backward, or a forward without
+                  grad), a storage with more users than after its first gather is left to them:
+                  what they hold stays readable and shows the weights of that pass; the engine goes
+                  on with memory of its own
+
+Views that live elsewhere (a list, a closure) and are read between forward and backward are found by
+neither, since autograd's own views cannot be told from them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from shardwise.engine.core import kept_forms
+from shardwise.engine.core.parameter import home_of
+
+_FORM, _VIEW = 1, 2  # what is found in an attribute: a full parameter itself, or a view of one
+_MANY = 64  # entries of a container are not looked at in each step
+
+
+class Attributes:
+    """Of the modules of one unit: those that hold, or could hold, a tensor. Modules are held
+    weakly: a model that is deleted frees its memory at once.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._modules = [(name, weakref.ref(module)) for name, module in modules]
+        self._num_names = -1
+        self._suspects: list[tuple[str, weakref.ref[nn.Module], str]] = []
+
+    @property
+    def could_hold(self) -> bool:
+        """Whether any attribute is worth a look."""
+        num_names = 0
+        for _, ref in self._modules:
+            module = ref()
+            if module is not None:
+                num_names += len(module.__dict__)
+        if num_names != self._num_names:
+            self._look_anew(num_names)
+        return bool(self._suspects)
+
+    def view_of(self, storages: set[int]) -> str | None:
+        """ "module.attribute" of a tensor over one of the storages (data pointers), of what
+        `could_hold` found. Full parameters themselves are watched from now on.
+        """
+        for where, ref, key in self._suspects:
+            module = ref()
+            found = 0 if module is None else over(module.__dict__.get(key), storages)
+            if found == _VIEW:
+                return where
+            if found == _FORM and module is not None:
+                kept_forms.watch_form(module, key)
+        return None
+
+    def watch_forms(self) -> None:
+        """Attributes that got parameters at rest follow these from now on."""
+        for _, ref, key in self._suspects:
+            module = ref()
+            if module is not None and module.__dict__.get(key) is not None:
+                kept_forms.watch_form(module, key)
+
+    def _look_anew(self, num_names: int) -> None:
+        self._num_names = num_names
+        self._suspects = []
+        for name, ref in self._modules:
+            module = ref()
+            if module is None:
+                continue
+            for key, value in vars(module).items():
+                if kept_forms.is_users(key) and (value is None or kept_forms.could_hold(value)):
+                    where = f"{name}.{key}" if name else key
+                    self._suspects.append((where, ref, key))
+
+
+def over(value: Any, storages: set[int], depth: int = 0) -> int:
+    """What of the storages is found in a value, at worst."""
+    if value is None:
+        return 0
+    if isinstance(value, torch.Tensor):
+        try:
+            if value.untyped_storage().data_ptr() not in storages:
+                return 0
+        except (NotImplementedError, RuntimeError):  # meta, sparse, subclasses without storage
+            return 0
+        home = home_of(value)
+        return _FORM if home is not None and home.is_form(value) else _VIEW
+    if depth < 2:
+        items = kept_forms.items_of(value)
+        if len(items) <= _MANY:
+            return max((over(v, storages, depth + 1) for v in items), default=0)
+    return 0

@@ -1,0 +1,1 @@
+"""Roles of mesh dims, and how a parameter lies over them."""

@@ -1,0 +1,1 @@
+"""Steps whose numbers do not depend on the number of ranks."""

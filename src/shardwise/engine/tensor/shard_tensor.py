@@ -1,0 +1,685 @@
+"""`ShardTensor`: the DTensor that a sharded parameter, its gradient and its optimizer state are
+made of.
+
+It is a DTensor in every respect (placements, mesh, checkpointing) and closed under operations:
+what comes out of an operation on it is one again. On top of DTensor it
+
+  * counts writes to the unit's shards, so that a gathered copy that was kept is known to be stale
+  (`Mark`);
+  * finishes partial results before a number leaves (`item`, `bool`, format), which DTensor gives
+  out unreduced;
+  * draws random fills (`normal_`, `uniform_`, ...) as one process would, so the numbers do not
+  depend on the world size;
+  * lets writes to a row, or another view that DTensor makes by a copy, reach the parameter;
+  * takes full plain tensors in `copy_`, so a plain state dict loads into a sharded model;
+  * serves norms and extrema of empty shards;
+  * runs element-wise (foreach, fused) operations on the local shards at once, past DTensor's
+  dispatcher;
+  * settles a gradient that is still a sum on every rank (gradient accumulation without sync) when
+  it is read.
+
+Writes that bypass dispatch (`to_local().data`, numpy) are not seen; `mark_dirty(model)` exists for
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardwise._torch_compat import (
+    local_of,
+    make_spec,
+    new_dtensor,
+    new_dtensors,
+    spec_of,
+    strided_shard,
+)
+from shardwise.engine.mesh.spread import part_of
+from shardwise.engine.tensor import operators as rules
+from shardwise.engine.tensor import texts
+from shardwise.errors import EngineError
+
+
+class Mark:
+    """Shared by the parameters of a unit: how often their shards were written, and whether `.data`
+    of one was set to memory outside of the unit's buffer.
+    """
+
+    __slots__ = ("count", "moved", "name", "steps_in_backward", "sum_order")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+        self.moved = False
+        self.steps_in_backward = False
+        self.sum_order: Any = None  # set while a reproducible run is on
+
+
+class Pending(Protocol):
+    """What a gradient still lacks: `settle` reduces it over the ranks (a collective), `drop`
+    forgets it.
+    """
+
+    def settle(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class ShardTensor(DTensor):
+    """A DTensor with a write mark and, for gradients, a part that is not reduced yet. See the
+    module docstring.
+    """
+
+    _mark: Mark | None
+    _param_name: str
+    _pending: Pending | None
+    _write_back: Callable[[], None] | None = None  # of a view that is a copy, see `_writer`
+    __slots__ = ["_mark", "_param_name", "_pending"]
+
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        spec: Any,
+        *,
+        requires_grad: bool = False,
+        mark: Mark | None = None,
+        name: str = "",
+    ) -> ShardTensor:
+        self = new_dtensor(cls, local, spec, requires_grad)
+        self._mark = mark
+        self._param_name = name
+        self._pending = None
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """`__new__` has done it; DTensor's own `__init__` would take a dispatch."""
+
+    @classmethod
+    def gradients(cls, parts: Sequence[torch.Tensor], specs: Sequence[Any]) -> list[ShardTensor]:
+        """What `ShardTensor(part, spec)` makes of each, in less than half the time: there is one
+        for each parameter and step.
+        """
+        made = new_dtensors(cls, parts, specs)
+        for grad in made:
+            grad._mark = grad._pending = None
+            grad._param_name = ""
+        return made
+
+    @classmethod
+    def bare(cls, local: torch.Tensor, spec: Any) -> ShardTensor:
+        """What `ShardTensor(local, spec)` makes, in half the time: optimizers make many."""
+        self = new_dtensor(cls, local, spec)
+        self._mark = self._pending = None
+        self._param_name = ""
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            done, result = special(func, args, kwargs)
+            if done:
+                return result
+        info = rules.op_info(func)
+        if info.writes_grads_away and _drop_pending(args):
+            pass
+        else:
+            _settle(args)
+        if info.writes:
+            _finish_partial(info, args)
+        if info.elementwise and rules.same_layout(args):
+            result = _run_local(func, info, args, kwargs)
+        else:
+            result = _run_dtensor(func, info, args, kwargs)
+        if info.is_verdict and type(result) is ShardTensor:
+            result = _finished(result)
+        if info.writes:
+            _mark_written(info, args)
+        return result
+
+    # -- data ------------------------------------------------------------------------------------
+    @property  # type: ignore[override]
+    def data(self) -> Any:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Rebind, as for plain tensors. DTensor would keep its local tensor, without a word; the
+        engine moves a parameter's new memory into its unit's buffer before the next forward.
+        """
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ValueError(
+                f"{self._param_name or 'ShardTensor'}: .data set to a tensor of shape "
+                f"{tuple(value.shape)} and {value.dtype}, expected {tuple(self.shape)} and "
+                f"{self.dtype}; use model.to(dtype), or replace the parameter before sharding"
+            )
+        if not isinstance(value, DTensor):
+            value = ShardTensor(_own_part(value.detach(), self).contiguous(), spec_of(self))
+        elif value.placements != self.placements or value.device_mesh != self.device_mesh:
+            # type: ignore[attr-defined]
+            value = value.detach().redistribute(self.device_mesh, self.placements)
+        _settle((self, value))
+        self._local_tensor = local_of(value).detach()
+        if self._mark is not None:
+            self._mark.count += 1
+            self._mark.moved = True
+
+    @property  # type: ignore[override]
+    def grad_dtype(self) -> torch.dtype | None:
+        return torch.Tensor.grad_dtype.__get__(self)  # type: ignore[attr-defined]
+
+    @grad_dtype.setter
+    def grad_dtype(self, dtype: torch.dtype | None) -> None:
+        """A parameter whose gradient gets another dtype is laid out anew before the next pass."""
+        torch.Tensor.grad_dtype.__set__(self, dtype)  # type: ignore[attr-defined]
+        if self._mark is not None:
+            self._mark.moved = True
+
+    # -- reading ---------------------------------------------------------------------------------
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        _settle((self,))
+        return super().to_local(grad_placements=grad_placements)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        _settle((self,))
+        return super().full_tensor(grad_placements=grad_placements)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        _settle((self,))
+        return super().redistribute(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.full_tensor().tolist()
+
+    def __format__(self, format_spec: str) -> str:
+        return (
+            format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
+        )
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise EngineError(
+            f"{self._param_name or 'ShardTensor'}: numpy() of a sharded tensor would give this "
+            f"rank's part only; "
+            "use .full_tensor().numpy() (a collective), or .to_local().numpy() for the part"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if self.dim() == 0 and all(p.is_replicate() for p in self.placements):
+            return repr(local_of(self))  # a norm, a loss: all ranks have all of it
+        name = f"{self._param_name!r}, " if self._param_name else ""
+        return (
+            f"ShardTensor({name}shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"placements={self.placements}, "
+            f"local={tuple(local_of(self).shape)} on {local_of(self).device})"
+        )
+
+    # -- copies ----------------------------------------------------------------------------------
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        """A copy of the shard alone: the storage that it is a view of belongs to the whole
+        bucket.
+        """
+        if id(self) in memo:
+            return memo[id(self)]
+        _settle((self,))
+        local = local_of(self).detach().clone()
+        copy = ShardTensor(local, spec_of(self), name=self._param_name)
+        memo[id(self)] = copy = _like_parameter(copy, self)
+        copy.__dict__.update(deepcopy(_attributes(self), memo))
+        if self.grad is not None:
+            copy.grad = deepcopy(self.grad, memo)
+        return copy
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        _settle((self,))
+        local = local_of(self).detach().clone()
+        is_param = getattr(self, "_is_param", False)
+        made_of = (local, spec_of(self), self.requires_grad, is_param, self._param_name)
+        attributes = _attributes(self)
+        return _rebuild, (*made_of, attributes) if attributes else made_of
+
+
+# What torch's asynchronous checkpointing copies, slot by slot; the others are the engine's own.
+ShardTensor.__slots__ = ["_local_tensor", "_spec", "_param_name"]
+
+
+def _rebuild(
+    local: torch.Tensor,
+    spec: Any,
+    requires_grad: bool,
+    is_param: bool,
+    name: str,
+    attributes: dict[str, Any] | None = None,
+) -> ShardTensor:
+    tensor: Any = ShardTensor(local, spec, name=name)
+    if is_param:
+        tensor = torch.nn.Parameter(tensor, requires_grad)
+    tensor.__dict__.update(attributes or {})
+    return tensor.requires_grad_(requires_grad)
+
+
+def _attributes(tensor: ShardTensor) -> dict[str, Any]:
+    """Those that users have set."""
+    own = ("_is_param", "_shardwise_home", "_write_back")
+    return {key: value for key, value in vars(tensor).items() if key not in own}
+
+
+# `torch.load` by its defaults makes only what is named: tensors, specs and meshes are by torch.
+torch.serialization.add_safe_globals([_rebuild, type(strided_shard(0, 2))])
+
+
+def _like_parameter(copy: ShardTensor, source: ShardTensor) -> ShardTensor:
+    if getattr(source, "_is_param", False):
+        copy = torch.nn.Parameter(copy, source.requires_grad)  # type: ignore[assignment]
+    else:
+        copy.requires_grad_(source.requires_grad)
+    if source.grad_dtype != source.dtype:
+        copy.grad_dtype = source.grad_dtype
+    return copy
+
+
+_local, _mark = attrgetter("_local_tensor"), attrgetter("_mark")
+_pending, _write_back = attrgetter("_pending"), attrgetter("_write_back")
+_ONLY_SHARDED = {ShardTensor}
+
+
+# -- dispatch ------------------------------------------------------------------------------------
+def _run_local(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
+    """Element-wise on equal layouts: the operation on the shards is the operation on the whole."""
+    out = func(*map(_locals_in, args), **rules.map_tensors(kwargs, _local_or_self))
+    if info.returns_nothing:
+        return None
+    if info.returns_written:
+        return args[0]
+    if isinstance(out, (list, tuple)):
+        return type(out)([_wrap_like(o, like) for o, like in zip(out, args[0], strict=True)])
+    return _wrap_like(out, rules.first_sharded(args, ShardTensor))
+
+
+def _locals_in(arg: Any) -> Any:
+    """An operator's argument with local tensors in place of sharded ones."""
+    if isinstance(arg, (list, tuple)) and set(map(type, arg)) == _ONLY_SHARDED:
+        return list(map(_local, arg))
+    return rules.map_tensors(arg, _local_or_self)
+
+
+def _local_or_self(t: torch.Tensor) -> torch.Tensor:
+    return local_of(t) if isinstance(t, DTensor) else t
+
+
+def _wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """`like`'s layout with the dtype of `local`."""
+    if not isinstance(like, DTensor):
+        return local
+    spec = spec_of(like)
+    if local.dtype != like.dtype:
+        spec = spec_of(
+            DTensor.from_local(
+                local,
+                spec.mesh,
+                spec.placements,
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            )
+        )
+    return ShardTensor.bare(local, spec)
+
+
+def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
+    args = _with_rows(args) if func in rules.NEED_ROWS else args
+    originals: dict[int, ShardTensor] = {}
+    fill = rules.EMPTY_FILL.get(func)
+
+    def unwrap(t: torch.Tensor) -> torch.Tensor:
+        if type(t) is not ShardTensor:
+            return t
+        if any(p.is_partial() and not rules.takes_partial(func, args, p) for p in t.placements):
+            t = _finished(t)
+        local = local_of(t)
+        if fill is not None and local.numel() == 0 and t.numel() > 0:
+            local = rules.neutral(local, fill)
+        plain = new_dtensor(DTensor, local, spec_of(t))
+        originals[id(plain)] = t
+        return plain
+
+    plain_args, plain_kwargs = rules.map_tensors(args, unwrap), rules.map_tensors(kwargs, unwrap)
+    try:
+        out = func(*plain_args, **plain_kwargs)
+    except RuntimeError as error:
+        if not _may_run_whole(info, error):
+            _explain(error, func, originals, args)
+            raise
+        out = _run_whole(func, args, kwargs)
+    like = spec_of(args[0]) if info.is_like and type(args[0]) is ShardTensor else None
+    if rules.averages_unevenly(out, list(originals.values())):
+        out = func(*rules.map_tensors(args, _whole), **rules.map_tensors(kwargs, _whole))
+    source = args[0] if info.returns_view and args and type(args[0]) is ShardTensor else None
+
+    def wrap(t: torch.Tensor) -> torch.Tensor:
+        if not isinstance(t, DTensor):
+            return t
+        if id(t) in originals:
+            return originals[id(t)]
+        if like is not None and spec_of(t) == like:
+            return ShardTensor(local_of(t), like)  # optimizer state shares its parameter's spec
+        if source is None:
+            return ShardTensor(local_of(t), spec_of(t))
+        return _view_of(source, t, out, lambda w: func(w, *args[1:]))
+
+    return rules.map_tensors(out, wrap)
+
+
+def _may_run_whole(info: rules.OpInfo, error: RuntimeError) -> bool:
+    """DTensor has no rule for the operator, or a parametrization that is computed at rest has met
+    tensors of its own, which are whole; and nothing has to reach the shards.
+    """
+    if info.writes or info.returns_view:
+        return False
+    is_mixed = "mixed torch.Tensor and DTensor" in str(error)
+    return isinstance(error, NotImplementedError) or (is_mixed and texts.in_parametrization())
+
+
+def _explain(error: RuntimeError, func: Any, originals: dict[int, ShardTensor], args: Any) -> None:
+    """Raise an error of ours where there is one, else say at `error` what to do."""
+    if "mixed torch.Tensor and DTensor" in str(error):
+        raise EngineError(texts.mixed_text(func, originals, args)) from error
+    if "Cannot flatten unevenly sharded" in str(error):
+        raise EngineError(texts.uneven_text(func, originals)) from error
+    error.add_note(texts.no_rule_note(func, originals))
+
+
+def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """For an operator that DTensor has no rule for: every rank computes with whole operands."""
+    mesh = next(t.device_mesh for t in _sharded_in(args))
+    replicated = (Replicate(),) * mesh.ndim
+
+    def wrap(t: torch.Tensor) -> torch.Tensor:
+        return ShardTensor(t, make_spec(mesh, replicated, t.shape, t.stride(), t.dtype))
+
+    def whole(t: torch.Tensor) -> torch.Tensor:
+        return local_of(_whole(_finished(t))) if type(t) is ShardTensor else _local_or_self(t)
+
+    out = func(*rules.map_tensors(args, whole), **rules.map_tensors(kwargs, whole))
+    return rules.map_tensors(out, wrap)
+
+
+def _view_of(source: ShardTensor, t: DTensor, out: Any, cut: Callable[[Any], Any]) -> ShardTensor:
+    """A result `t` of a view operator; `cut` does the same to a plain tensor and gives `out`."""
+    view = ShardTensor(local_of(t), spec_of(t), mark=source._mark, name=source._param_name)
+    if source._write_back is not None:
+        view._write_back = source._write_back
+    if rules.is_gathered_copy(view, source):
+        many = isinstance(out, (list, tuple))
+        index = next(i for i, o in enumerate(out) if o is t) if many else None
+        view._write_back = _writer(
+            source, view, lambda w: cut(w) if index is None else cut(w)[index]
+        )
+    return view
+
+
+def _writer(
+    source: ShardTensor, view: ShardTensor, cut: Callable[[Any], Any]
+) -> Callable[[], None]:
+    """For a view along a sharded dim: DTensor gathers it, so it is a copy. What is written to it
+    goes back into `source` by this, a collective.
+    """
+    local, spec = local_of(view), spec_of(view)
+
+    def write_back() -> None:
+        whole = local_of(_whole(source)).clone()
+        cut(whole).copy_(local_of(_whole(new_dtensor(DTensor, local, spec))))
+        _store(source, whole)
+
+    return write_back
+
+
+def _with_rows(args: Any) -> Any:
+    lacking = any(rules.has_empty_part(t) for t in _sharded_in(args))
+    return rules.map_tensors(args, _whole) if lacking else args
+
+
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    """All of it on every rank, as a plain DTensor."""
+    if not isinstance(t, DTensor):
+        return t
+    plain = new_dtensor(DTensor, local_of(t), spec_of(t))
+    return plain.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+
+
+def _finish_partial(info: rules.OpInfo, args: Any) -> None:
+    """A partial result that is written in place is finished before: a square is not that of
+    parts.
+    """
+    for position in info.writes:
+        target = args[position] if position < len(args) else None
+        if type(target) is ShardTensor and any(p.is_partial() for p in target.placements):
+            whole = target.redistribute(placements=[Replicate()] * target.device_mesh.ndim)
+            target._local_tensor, target._spec = local_of(whole), spec_of(whole)
+
+
+def _finished(t: ShardTensor) -> ShardTensor:
+    """`t` without partial placements (a collective where it has some)."""
+    if not any(p.is_partial() for p in t.placements):
+        return t
+    whole = t.redistribute(placements=[Replicate() if p.is_partial() else p for p in t.placements])
+    return ShardTensor(local_of(whole), spec_of(whole))
+
+
+def _mark_written(info: rules.OpInfo, args: Any) -> None:
+    for position in info.writes:
+        target = args[position] if position < len(args) else None
+        if isinstance(target, (list, tuple)) and set(map(type, target)) == _ONLY_SHARDED:
+            for mark in set(map(_mark, target)):
+                if mark is not None:
+                    mark.count += 1
+            for write_back in filter(None, map(_write_back, target)):
+                write_back()
+            continue
+        for t in target if isinstance(target, (list, tuple)) else (target,):
+            if type(t) is ShardTensor:
+                _written(t)
+
+
+def _written(t: ShardTensor) -> None:
+    if t._mark is not None:
+        t._mark.count += 1
+    if t._write_back is not None:
+        t._write_back()
+
+
+def _sharded_in(args: Any) -> Iterator[ShardTensor]:
+    for arg in args:
+        if type(arg) is ShardTensor:
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if type(item) is ShardTensor:
+                    yield item
+
+
+def _settle(args: Any) -> None:
+    for arg in args:
+        if type(arg) is ShardTensor:
+            if arg._pending is not None:
+                arg._pending.settle()
+        elif isinstance(arg, (list, tuple)) and arg:
+            sharded = [t for t in arg if type(t) is ShardTensor]
+            if not rules.all_none(map(_pending, sharded)):
+                for t in sharded:
+                    if t._pending is not None:
+                        t._pending.settle()
+
+
+def _drop_pending(args: Any) -> bool:
+    """For `zero_`: what was still to be reduced is forgotten with the rest. True when anything
+    was.
+    """
+    dropped = False
+    for t in _sharded_in(args):
+        if t._pending is not None:
+            t._pending.drop()
+            dropped = True
+    return dropped
+
+
+# -- operations with an answer of their own ------------------------------------------------------
+Special = Callable[[Any, Any, Any], tuple[bool, Any]]
+
+
+def _item(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    (t,) = args
+    _settle(args)
+    if any(not p.is_replicate() for p in t.placements):
+        t = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
+    return True, func(local_of(t))
+
+
+def _stack(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Numbers of tensors on several meshes side by side, as clipping does with norms; DTensor
+    takes one mesh. Finished numbers are the same everywhere, so the largest mesh may hold them.
+    """
+    numbers = args[0]
+    if any(type(t) is not ShardTensor or t.ndim for t in numbers):
+        return False, None
+    meshes = {t.device_mesh: t.device_mesh.size() for t in numbers}
+    if len(meshes) == 1:
+        return False, None
+    mesh = max(meshes, key=meshes.__getitem__)
+    whole = func([local_of(_finished(t)) for t in numbers])
+    placements = (Replicate(),) * mesh.ndim
+    spec = make_spec(mesh, placements, whole.shape, whole.stride(), whole.dtype)
+    return True, ShardTensor(whole, spec)
+
+
+def _random_fill(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Every rank draws the whole tensor and keeps its part: any world size draws the numbers of
+    one process.
+    """
+    target = args[0]
+    if type(target) is not ShardTensor or local_of(target).is_meta:
+        return False, None
+    local = local_of(target)
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+    func(whole, *args[1:], **kwargs)
+    _store(target, whole)
+    return True, target
+
+
+def _random_like(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    source = args[0]
+    if type(source) is not ShardTensor or local_of(source).is_meta:
+        return False, None
+    dtype = kwargs.get("dtype") or source.dtype
+    whole = torch.empty(source.shape, dtype=dtype, device=local_of(source).device)
+    whole = func(whole, *args[1:], **kwargs)
+    return True, _wrap_like(_own_part(whole, source).contiguous(), source)
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`copy_` of a plain tensor of the full shape: every rank keeps its part."""
+    target, source = args[0], args[1]
+    if type(target) is not ShardTensor or isinstance(source, DTensor) or local_of(target).is_meta:
+        return False, None
+    if source.shape != target.shape:
+        source = source.expand(target.shape)
+    _store(target, source)
+    return True, target
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`set_` to a tensor of the same shape, by which parametrizations are removed: its values."""
+    target, source = args
+    if type(target) is not ShardTensor or source.shape != target.shape:
+        return False, None
+    target.copy_(source)
+    return True, target
+
+
+def _eye(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`nn.init.eye_`: every rank keeps its part of the unit matrix."""
+    target = kwargs["out"]
+    if type(target) is not ShardTensor or local_of(target).is_meta:
+        return False, None
+    _store(target, torch.eye(*args, dtype=target.dtype, device=local_of(target).device))
+    return True, target
+
+
+def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`t[mask] = scalar` with a mask that lies like `t` (Rprop): every rank sets its own part.
+
+    A tensor without dims is whole on every rank, and torch turns its mask into plain indices.
+    """
+    target, indices, values = args[0], args[1], args[2]
+    if type(target) is not ShardTensor:
+        return False, None
+    masks = [i for i in indices if i is not None]
+    plain = not any(isinstance(t, DTensor) for t in (*masks, values))
+    if plain and all(p.is_replicate() for p in target.placements):
+        _settle(args)
+        local_of(target).index_put_(indices, values)
+        _written(target)
+        return True, target
+    if plain and not local_of(target).is_meta:
+        _settle(args)
+        whole = local_of(_whole(target)).clone()
+        whole.index_put_(indices, values, *args[3:])
+        _store(target, whole)
+        return True, target
+    if len(masks) != 1 or masks[0].dtype != torch.bool:
+        return False, None
+    if values.ndim or isinstance(values, DTensor) or masks[0].shape != target.shape:
+        return False, None
+    if not isinstance(masks[0], DTensor) or not rules.same_layout((target, masks[0])):
+        return False, None
+    _settle(args)
+    local_of(target).masked_fill_(local_of(masks[0]), values)
+    _written(target)
+    return True, target
+
+
+def _store(target: ShardTensor, whole: torch.Tensor) -> None:
+    if target._pending is not None:
+        target._pending.drop()
+    local_of(target).copy_(_own_part(whole, target))
+    _written(target)
+
+
+def _own_part(whole: torch.Tensor, like: ShardTensor) -> torch.Tensor:
+    """This rank's part of `whole`, a view; `distribute_tensor` copies, and meta init would hold a
+    large parameter twice.
+    """
+    return part_of(whole, like.device_mesh, like.placements)
+
+
+def _unscale(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """`GradScaler`: an inf on one rank makes all ranks of the mesh, replicas too, skip the step."""
+    grads, found_inf, inv_scale = args
+    _settle((grads,))
+    found = _local_or_self(found_inf)
+    func([_local_or_self(g) for g in grads], found, _local_or_self(inv_scale))
+    for mesh in dict.fromkeys(g.device_mesh for g in grads if isinstance(g, DTensor)):
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return True, None
+
+
+_SPECIAL: dict[Any, Special] = {
+    torch.ops.aten._local_scalar_dense.default: _item,
+    torch.ops.aten.copy_.default: _copy,
+    torch.ops.aten.stack.default: _stack,
+    torch.ops.aten.set_.source_Tensor: _set,
+    torch.ops.aten.index_put_.default: _masked_set,
+    torch.ops.aten.eye.m_out: _eye,
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    **dict.fromkeys(rules.RANDOM_FILLS, _random_fill),
+    **dict.fromkeys(rules.RANDOM_LIKES, _random_like),
+}
