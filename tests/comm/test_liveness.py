@@ -18,8 +18,9 @@ from torch import nn
 import shardwise
 from ranks import announce, on_ranks, spawn_ranks
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.comm import limits, order_check
+from shardwise.comm import limits
 from shardwise.comm.board import AtWork, Board, default_board, gather_objects, whereabouts
+from shardwise.comm.c10d import order
 from shardwise.comm.liveness import Process
 from shardwise.errors import PeerTimeoutError, TransportError
 
@@ -64,7 +65,7 @@ def train_until_one_ends(rank: int, world: int, where: str, victim: int) -> str:
     announce("running")
     if rank == victim:
         if where == "leaving":
-            order_check.OrderCheck.end_phase = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            order.OrderCheck.end_phase = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         else:
             os.kill(os.getpid(), signal.SIGKILL)
     try:
