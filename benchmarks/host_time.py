@@ -125,7 +125,7 @@ def time_guards(model: Any) -> dict[str, float]:
     """Microseconds per unit and step of what only guards against silent errors."""
     unit = unit_of(model[0])
     (grads,) = unit.grads
-    state, ledger = grads.state, grads.ledger
+    state, tally = grads.state, grads.tally
     found = {"modules hold what the engine knows, 1x": call_us(unit.is_registered)}
     unit.unshard()
     unit.wait_unshard()
@@ -141,12 +141,12 @@ def time_guards(model: Any) -> dict[str, float]:
 
     def count() -> None:
         for i in range(len(state.params)):
-            ledger.told |= 1 << i
-            ledger.num_told += 1
-            ledger.waiting |= 1 << i
-            ledger.num_taken += 1
-        ledger.waiting = 0
-        ledger.issued = ledger.delivered = 1
+            tally.told |= 1 << i
+            tally.num_told += 1
+            tally.waiting |= 1 << i
+            tally.num_taken += 1
+        tally.waiting = 0
+        tally.issued = tally.delivered = 1
 
     def check() -> None:
         count()

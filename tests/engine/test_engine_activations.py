@@ -92,7 +92,7 @@ def test_on_the_host(transport: str, rank: int, world: int, monkeypatch: Any) ->
         for block in model[:2]:
             state = state_of(block)
             assert state is not None
-            state.activations = Activations(kind, offload=True)
+            state.around = Activations(kind, offload=True).run
         model.zero_grad()
         torch.manual_seed(rank)
         model(torch.randn(64, 8)).square().sum().backward()

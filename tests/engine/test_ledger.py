@@ -195,7 +195,7 @@ def test_what_is_no_fault(rank: int, world: int) -> None:
         loss.backward(retain_graph=True)
         for unit in (m._shardwise_state.unit for m in model.layers):
             for grads in unit.grads:
-                assert grads.ledger.issued == grads.ledger.num_told == grads.ledger.waiting == 0
+                assert grads.tally.issued == grads.tally.num_told == grads.tally.waiting == 0
 
 
 @on_ranks(2)

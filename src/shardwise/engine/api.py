@@ -34,6 +34,7 @@ from shardwise.engine.mesh.axes import (
 )
 from shardwise.engine.mesh.placing import PlacementFn, Placer
 from shardwise.engine.module import FSDPModule, swap_class
+from shardwise.engine.rings import register_rings
 from shardwise.errors import UsageError
 from shardwise.layout import (
     DataParallelMeshDims,
@@ -87,6 +88,7 @@ def fully_shard(
     Raises:
         ValueError: a setting that cannot be; the text names parameter, axis and remedy.
     """
+    register_rings()
     modules = _checked_modules(module)
     default = default_strategy(mesh, dp_mesh_dims)
     chosen = strategy_for(strategy, default, reshard_after_forward)

@@ -45,8 +45,7 @@ from shardwise.engine.guards.audit import (
 )
 from shardwise.engine.guards.changes import REGISTRATIONS, check_nothing_added, take_in_changes
 from shardwise.engine.guards.optimizers import repoint_all
-from shardwise.engine.guards.views import Attributes
-from shardwise.engine.services.activations import KEEP
+from shardwise.engine.guards.views import watch_attributes
 from shardwise.engine.services.copies import copy_attributes, copy_unit
 from shardwise.engine.services.writers import writers_of
 from shardwise.engine.settings import UnitSettings
@@ -93,7 +92,7 @@ class FSDPModule(UnitSettings):
             run = torch.compiler.disable(_run_outside_graphs)
             out = run(state, call, callback, args, kwargs)
         else:
-            out = run_call(state.unit, state.activations, call, args, kwargs)
+            out = run_call(state.unit, state.around, call, args, kwargs)
         if state.registrations != REGISTRATIONS.count:
             _check_nothing_added(state)
         return out
@@ -197,7 +196,7 @@ def _run_outside_graphs(
 ) -> Any:
     """One call below a `torch.compile`: the engine is not traced, the module's own forward is."""
     call = with_frame_callback(callback, call)
-    return run_call(state.unit, state.activations, call, args, kwargs)
+    return run_call(state.unit, state.around, call, args, kwargs)
 
 
 # -- swapping, adopting --------------------------------------------------------------------------
@@ -275,7 +274,6 @@ def adopt(root: nn.Module) -> None:
     if root_state.is_known and not _is_at_rest(root_state.unit):
         return  # registrations in the middle of a pass are for the next one
     context = Context()
-    context.log = root_state.unit.context.log
     below = list(sharded_modules(root))
     units = list({id(s.unit): s.unit for _, _, s in below}.values())
     changed = [u for u in units if _is_at_rest(u) and take_in_changes(u, units, _is_sharded)]
@@ -321,7 +319,7 @@ def _watch_attributes(below: list[tuple[str, nn.Module, ModuleState]]) -> None:
         own = own_modules(module, f"{name}." if name else "", _is_sharded)
         modules.setdefault(state.unit, []).extend((n.removesuffix("."), m) for n, m in own)
     for unit, named in modules.items():
-        unit.attributes = Attributes(named)
+        watch_attributes(unit, named)
         unit.kept_forms.clear()
     watch_forms(below[0][1].modules())  # the root's
 
@@ -388,7 +386,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         assert self is not None
         adopt_if_new(self)
         bound = inner.__get__(self) if hasattr(method, "__func__") else inner
-        return run_call(unit_of(self), KEEP, bound, args, kwargs)
+        return run_call(unit_of(self), None, bound, args, kwargs)
 
     setattr(module, method_name, run_method)
     state = state_of(module)

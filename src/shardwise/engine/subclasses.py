@@ -39,6 +39,8 @@ from shardwise.comm.transport import Bucket, Handle
 from shardwise.engine.core.bucket import BucketState, checked_local
 from shardwise.engine.core.parameter import ShardedParam
 from shardwise.engine.core.regroup import grouped_mesh
+from shardwise.engine.mesh.axes import ShardMesh
+from shardwise.engine.mesh.spread import Spread
 from shardwise.errors import DivergenceError, EngineError
 from shardwise.layout import ParamSpec, layout_bucket
 
@@ -160,6 +162,7 @@ class _Gathering:
 class ExtensionBucket(BucketState):
     """See the module docstring."""
 
+    transports = ("c10d", "fake")
     regroups = False  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
@@ -169,6 +172,27 @@ class ExtensionBucket(BucketState):
         self._storages: list[tuple[Any, int]] = []  # to empty on release, and their sizes
         self._locals: list[torch.Tensor] = []
         self._owners: dict[str, weakref.ref[nn.Module]] = {}
+
+    @classmethod
+    def takes(cls, tensor: torch.Tensor, name: str) -> bool:
+        return is_extended(tensor, name)
+
+    @classmethod
+    def check_fits(
+        cls, name: str, param: nn.Parameter, shard_dim: int, mesh: ShardMesh, spread: Spread
+    ) -> None:
+        if param.ndim == 0 or shard_dim or spread.whole is not None:
+            raise NotImplementedError(
+                f"{name}: a {type(param).__name__} with fsdp_pre_all_gather is cut along dim 0 and "
+                f"lies on no tensor axis, found Shard({shard_dim}) of {param.ndim} dims; leave it "
+                "out of the unit with ignored_params otherwise"
+            )
+        if mesh.splits_replicas:
+            raise NotImplementedError(
+                f"{name}: its tensor subclass says what is gathered (fsdp_pre_all_gather), which a "
+                "strategy that shards in two stages (hybrid_full_optimizer) cannot do yet; use "
+                "hybrid_shard for this unit"
+            )
 
     def allocate(self) -> None:
         """Gradients only: shards are the subclass instances, and the payload comes later."""

@@ -90,7 +90,7 @@ class Arrivals:
         if self._forms == state.num_forms and (
             state.between or tuple(map(_trains, state.params)) != self._flags
         ):
-            grads.ledger.trainable = self.watch(grads)
+            grads.tally.trainable = self.watch(grads)
 
     def _hook(self, grads: BucketGrads, index: int, param: ShardedParam) -> None:
         self._hooked.add(index)
@@ -134,8 +134,8 @@ class Arrivals:
             if grad is not None and param.sharded.requires_grad:
                 arrived.append((i, grad))
                 told |= 1 << i
-        grads.ledger.told |= told
-        grads.ledger.num_told += len(arrived)
+        grads.tally.told |= told
+        grads.tally.num_told += len(arrived)
         if grads.buffer is None:
             grads.open(unit.scale(self._state))
         grads.put_all(arrived)

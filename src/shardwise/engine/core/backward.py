@@ -26,8 +26,6 @@ from shardwise._torch_compat import at_end_of_backward, graph_task, graph_task_i
 from shardwise.comm.transport import Position, is_unordered, missing_of
 from shardwise.engine.core.gradients import BucketGrads, Reduction
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.guards.ledger import check_units, refresh, still_torn, torn_error
-from shardwise.engine.services.step_in_backward import UnitSteps
 from shardwise.errors import DivergenceError
 
 if TYPE_CHECKING:
@@ -43,17 +41,15 @@ class BackwardPass:
         self.context = context
         self._watched: set[int] = set()
         self.first_task = graph_task()
-        self._creates_graph = False
-        self.torn = still_torn(context.torn) if context.torn else []
-        context.torn = []
+        self.moments = context.moments
+        self.creates_graph = False
         self._quiet: dict[Unit, None] = {}  # whose small gradients are looked for, see `arrivals`
         self._recent: Unit | None = None  # the latest of them
-        self._touched: dict[Unit, None] = {}
+        self.touched: dict[Unit, None] = {}
         self._complete: set[Unit] = set()
         self._issued: set[Unit] = set()
         self._done_with: list[Unit] = []
         self._in_flight: deque[Reduction] = deque()
-        self.steps = UnitSteps()
 
     def watch_end(self) -> None:
         """Ask for the final callback, once for each graph task (reentrant checkpointing nests
@@ -69,16 +65,18 @@ class BackwardPass:
         """The gradient of an output of `unit` is complete."""
         if torch.is_grad_enabled():
             # create_graph: the graph under construction saves the full parameters.
-            unit.in_double_backward = self._creates_graph = True
+            unit.in_double_backward = self.creates_graph = True
         self._collect_of_all_but(unit)
-        if unit not in self._touched:
-            self._touched[unit] = None
-            self.context.note("B", unit)
+        if unit not in self.touched:
+            self.touched[unit] = None
+            for tell in self.moments.reached:
+                tell(unit)
         self._release_done(unit)
-        if not self._creates_graph:
+        if not self.creates_graph:
             self._be_quiet(unit)
         unit.pre_backward()
-        self.context.prefetch.backward_of(unit, self.context)
+        for tell in self.moments.recomputing:
+            tell(unit)
 
     def recomputing(self, unit: Unit) -> None:
         """A checkpointed forward runs again; units whose backward is over make room for it."""
@@ -92,12 +90,12 @@ class BackwardPass:
         self._collect(unit)
         if unit.in_double_backward or unit.open_calls:
             return
-        if unit.borrowers and any(u in self._touched for u in unit.open_borrowers):
+        if unit.borrowers and any(u in self.touched for u in unit.open_borrowers):
             return  # one that is under way around this unit, or beside it, still needs it
         unit.rest_after_backward()
 
     def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
-        self._touched.setdefault(unit)
+        self.touched.setdefault(unit)
         if unit.arrived(grads, index):
             self.complete(unit)
 
@@ -155,7 +153,7 @@ class BackwardPass:
                 self._issue(unit)
                 if not self._complete:
                     return
-            elif unit in self._touched:
+            elif unit in self.touched:
                 break
         for unit in list(self._complete):
             if unit.ref not in order:  # a second arrival, or a graph from before an exception
@@ -169,10 +167,11 @@ class BackwardPass:
             self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if overlaps else 0)
         reductions = unit.issue_reductions()
         self._in_flight.extend(reductions)
-        self.steps.issued(unit, reductions)
+        for tell in self.moments.issued:
+            tell(unit, reductions)
         if not overlaps:
             self._finish_all_but(0)
-        if unit.stepper is not None:
+        if unit.delivers_early:
             self._finish_done()
 
     def _finish_all_but(self, num: int) -> None:
@@ -201,9 +200,8 @@ class BackwardPass:
                 reduction.finish()
         else:
             reduction.finish()
-        if self.context.log is not None:
-            self.context.note("G", unit)
-        self.steps.delivered(unit)
+        for tell in self.moments.delivered:
+            tell(unit)
 
     # -- the end ---------------------------------------------------------------------------------
     def advance_reductions(self) -> None:
@@ -226,9 +224,9 @@ class BackwardPass:
             self._be_heard(unit)
         for unit in self.context.units:
             unit.num_uses = 0
-            if not self._creates_graph:
+            if not self.creates_graph:
                 unit.in_double_backward = False
-            if unit.is_held or unit in self._touched or not unit.shows_shards:
+            if unit.is_held or unit in self.touched or not unit.shows_shards:
                 unit.rest_after_backward()
 
     def flush(self) -> None:
@@ -243,7 +241,7 @@ class BackwardPass:
                 unit.collect_left_gradients()
         for ref in reversed(list(context.order)):
             unit = ref()
-            if unit is not None and (unit in self._touched or unit.has_unreduced):
+            if unit is not None and (unit in self.touched or unit.has_unreduced):
                 del context.order[ref]
                 self._issue_if_needed(unit)
         for unit in context.units:
@@ -255,27 +253,19 @@ class BackwardPass:
         if unit in self._issued:  # what it keeps for a later all-reduce is not collected anew
             needed = any(g.buffer is not None for g in unit.grads)
         else:
-            needed = unit in self._touched or unit.has_unreduced
+            needed = unit in self.touched or unit.has_unreduced
         if needed:
             self._issue(unit)
 
     def join(self, grads: BucketGrads) -> None:
         """Reduce a bucket that this rank has no gradients of, because peers do."""
         unit = grads.state.unit()
-        self._touched.setdefault(unit, None)
+        self.touched.setdefault(unit, None)
         unit.watch_gradients()  # it may not have run since `requires_grad` was changed
         reduction = unit.issue_reduction(grads, joins=True)
         self._in_flight.append(reduction)
-        self.steps.issued(unit, [reduction])
-
-    def check_ledgers(self) -> None:
-        """Was everything that this backward brought reduced, delivered, released? See `ledger`."""
-        kept = self._creates_graph  # nothing is released before the outermost plain backward ends
-        ran = () if kept else (u for ref in self.context.order if (u := ref()) is not None)
-        check_units(self._touched, (u for u in ran if u not in self._touched))
-        if self.torn:
-            self.context.torn += refresh(self.torn)
-            raise torn_error(self.torn)
+        for tell in self.moments.issued:
+            tell(unit, [reduction])
 
     def abandon(self) -> None:
         """An exception ended the backward: drop what was to come. Collectives that were issued run
@@ -340,7 +330,8 @@ def _finish(passes: list[BackwardPass], ending: list[BackwardPass]) -> None:
             backward.advance_reductions()
         for backward in passes:
             backward.finish_reductions()
-            backward.steps.end()
+            for tell in backward.moments.ending:
+                tell(backward)
         for backward in ending:
             backward.rest()
         for backward in ending:
@@ -351,7 +342,8 @@ def _finish(passes: list[BackwardPass], ending: list[BackwardPass]) -> None:
                 backward.context.abandon()
         raise
     for backward in ending:  # control is the user's again, so a complaint holds up no peer
-        backward.check_ledgers()
+        for tell in backward.moments.ended:
+            tell(backward)
 
 
 def _join_peers(ending: list[BackwardPass]) -> None:

@@ -30,9 +30,9 @@ import torch
 from shardwise._torch_compat import around_backwards, functorch_transform, graph_task
 from shardwise.engine.core.backward import is_to_end
 from shardwise.engine.core.context import Context, contexts, output_at
+from shardwise.engine.core.guests import take_back
 from shardwise.engine.core.parameter import ShardedParam, home_of
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.services.guests import take_back
 from shardwise.errors import EngineError
 
 _grads = attrgetter("grads")

@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch_compat import local_of, set_versions, storage_uses
 from shardwise.comm.blocks import Blocks
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
+from shardwise.engine.core.guests import Guest, Left
 from shardwise.engine.core.home import Home
 from shardwise.engine.core.parameter import ShardedParam, Slot
 from shardwise.engine.mesh.axes import ShardMesh
-from shardwise.engine.services.guests import Guest, Left
+from shardwise.engine.mesh.spread import Spread
 from shardwise.engine.tensor.shard_tensor import Mark, ShardTensor
 from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy, middle_layout
 
@@ -40,7 +41,24 @@ _local = attrgetter("sharded._local_tensor")
 
 
 class BucketState:
-    """Parameters that are gathered and reduced together."""
+    """Parameters that are gathered and reduced together.
+
+    Parameters that say themselves what is gathered lie in buckets of another kind: a subclass that
+    has registered itself (`register_kind`) and `takes` them.
+    """
+
+    transports: tuple[str, ...] = ()  # that can move this kind; none named: all can
+
+    @classmethod
+    def takes(cls, tensor: torch.Tensor, name: str) -> bool:
+        """Whether a parameter, or the shard of one, belongs into buckets of this kind."""
+        return True
+
+    @classmethod
+    def check_fits(
+        cls, name: str, param: nn.Parameter, shard_dim: int, mesh: ShardMesh, spread: Spread
+    ) -> None:
+        """Raise for a parameter that this kind takes and cannot hold."""
 
     def __init__(
         self,
@@ -275,8 +293,8 @@ class BucketState:
         """True when the registered parameters are the ones over this bucket's buffer."""
         if not self.is_registered():
             return False
-        if any(hasattr(param.local, "fsdp_pre_all_gather") for param in self.params):
-            return False  # hooks were set on the local tensor: another kind of bucket
+        if any(kind_of(param.local, param.name) is not type(self) for param in self.params):
+            return False  # hooks were set on the local tensor, say
         registered = self.registered
         if registered is None:
             return all(param.sharded.is_meta for param in self.params)
@@ -346,6 +364,19 @@ class BucketState:
     def _present_guests(self) -> list[Guest]:
         self.guests = [g for g in self.guests if g.is_in(g.slot)]
         return self.guests
+
+
+_kinds: list[type[BucketState]] = [BucketState]
+
+
+def register_kind(kind: type[BucketState]) -> None:
+    """From now on, parameters that `kind` takes lie in its buckets."""
+    _kinds.insert(0, kind)
+
+
+def kind_of(tensor: torch.Tensor, name: str) -> type[BucketState]:
+    """The kind of bucket that a parameter, or the shard of one, belongs into."""
+    return next(kind for kind in _kinds if kind.takes(tensor, name))
 
 
 @torch.inference_mode(False)

@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.comm.choose import open_transport
 from shardwise.comm.transport import Axis, Transport
-from shardwise.engine.core.bucket import BucketState, own_part
+from shardwise.engine.core.bucket import BucketState, kind_of, own_part
 from shardwise.engine.core.home import Home
 from shardwise.engine.core.parameter import Belongings, ShardedParam, Slot, home_of
 from shardwise.engine.mesh.axes import ShardMesh, no_axis
 from shardwise.engine.mesh.placing import Place
 from shardwise.engine.mesh.spread import Spread, spread_of
-from shardwise.engine.subclasses import ExtensionBucket, is_extended
 from shardwise.engine.tensor.shard_tensor import Mark, ShardTensor
 from shardwise.errors import EngineError
 from shardwise.layout import (
@@ -78,9 +77,10 @@ class Plan:
     transport_name: str | Transport = "auto"
     place_of: Callable[[str, nn.Parameter], Place] = field(kw_only=True)
 
-    def for_extensions(self) -> Plan:
-        """Payloads that are made inside a phase need collectives, see `extensions`."""
-        return self if self.transport.name in ("c10d", "fake") else self.on_transport("c10d")
+    def for_kind(self, kind: type[BucketState]) -> Plan:
+        """The same over a transport that can move buckets of this kind."""
+        can = not kind.transports or self.transport.name in kind.transports
+        return self if can else self.on_transport(kind.transports[0])
 
     def on_transport(self, name: str) -> Plan:
         """The same on another transport."""
@@ -91,17 +91,10 @@ class Plan:
         """The transport of the same kind on another mesh."""
         return open_transport(self.transport_name, mesh.shard, mesh.replicate, mesh.device)
 
-    def home_of(
-        self, name: str, layout: BucketLayout, mesh: ShardMesh, extended: bool
-    ) -> Home | None:
+    def home_of(self, name: str, layout: BucketLayout, mesh: ShardMesh) -> Home | None:
         """Where a bucket's registered shards lie, if replicas share them out."""
         if not mesh.splits_replicas:
             return None
-        if extended:
-            raise NotImplementedError(
-                f"{name}: its tensor subclass says what is gathered (fsdp_pre_all_gather), which "
-                f"{self.strategy.name} cannot do in two stages yet; use hybrid_shard for this unit"
-            )
         if not isinstance(self.transport_name, str):
             raise NotImplementedError(
                 f"{name}: {self.strategy.name} moves shards over two meshes, and a transport "
@@ -160,27 +153,18 @@ def own_modules(
 
 def build_buckets(unit_name: str, found: list[Found], plan: Plan, mark: Mark) -> list[BucketState]:
     """Lay out, allocate, move, register; mesh by mesh, the unit's own first."""
-    groups: dict[tuple[tuple[Axis, Axis], bool], list[Found]] = {(plan.mesh.axes, False): []}
+    groups: dict[tuple[tuple[Axis, Axis], type[BucketState]], list[Found]]
+    groups = {(plan.mesh.axes, BucketState): []}
     for f in found:
-        extended = is_extended(f.param, f.name)
-        if extended:
-            _check_extended(f)
-        groups.setdefault((f.mesh.axes, extended), []).append(f)
+        kind = kind_of(f.param, f.name)
+        kind.check_fits(f.name, f.param, f.shard_dim, f.mesh, f.spread)
+        groups.setdefault((f.mesh.axes, kind), []).append(f)
     return [
         bucket
-        for (_, extended), group in groups.items()
+        for (_, kind), group in groups.items()
         if group
-        for bucket in _buckets_on(unit_name, group, plan, mark, extended)
+        for bucket in _buckets_on(unit_name, group, plan, mark, kind)
     ]
-
-
-def _check_extended(found: Found) -> None:
-    if found.param.ndim == 0 or found.shard_dim or found.spread.whole is not None:
-        raise NotImplementedError(
-            f"{found.name}: a {type(found.param).__name__} with fsdp_pre_all_gather is cut along "
-            f"dim 0 and lies on no tensor axis, found Shard({found.shard_dim}) of "
-            f"{found.param.ndim} dims; leave it out of the unit with ignored_params otherwise"
-        )
 
 
 def _buckets_on(
@@ -188,7 +172,7 @@ def _buckets_on(
     found: list[Found],
     plan: Plan,
     mark: Mark,
-    extended: bool,
+    kind: type[BucketState],
 ) -> list[BucketState]:
     """The buckets of parameters that share a mesh."""
     specs = [
@@ -201,8 +185,7 @@ def _buckets_on(
         )
         for f in found
     ]
-    kind = ExtensionBucket if extended else BucketState
-    plan, mesh = plan.for_extensions() if extended else plan, found[0].mesh
+    plan, mesh = plan.for_kind(kind), found[0].mesh
     transport = plan.transport if mesh.axes == plan.mesh.axes else plan.open(mesh)
     layout = layout_unit(
         unit_name,
@@ -223,7 +206,7 @@ def _buckets_on(
         for f, param in zip(members, params, strict=True):
             param.belongings = f.belongings
         label = f"{unit_name}:{members[0].name}"
-        home = plan.home_of(label, bucket_layout, mesh, extended)
+        home = plan.home_of(label, bucket_layout, mesh)
         bucket = kind(label, bucket_layout, params, mesh, transport, mark, plan.offload, home)
         bucket.policy = plan.policy
         fill_bucket(bucket, [f.param for f in members])

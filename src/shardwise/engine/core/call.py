@@ -21,9 +21,9 @@ import torch
 
 from shardwise._torch_compat import graph_task_id
 from shardwise.engine.core.context import Call, Context, watch_output
+from shardwise.engine.core.kept_forms import over
+from shardwise.engine.core.state import Around
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.guards.views import over
-from shardwise.engine.services.activations import KEEP, Activations
 
 # What ends a walk through inputs and outputs. Lists, tuples, named tuples, dicts (and subclasses,
 # transformers' ModelOutput), dataclasses and objects with a `__dict__` are walked.
@@ -32,7 +32,7 @@ _MAX_DEPTH = 12
 
 
 def run(
-    unit: Unit, activations: Activations, forward: Callable[..., Any], args: Any, kwargs: Any
+    unit: Unit, around: Around | None, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """`forward(*args, **kwargs)` with the unit's parameters gathered."""
     context = unit.context
@@ -45,17 +45,18 @@ def run(
         context.ran_forward(unit, is_awaited=has_grad and not in_backward)
         unit.pre_forward()
         if not in_backward:
-            context.prefetch.forward_of(unit, context)
+            for tell in context.moments.computing:
+                tell(unit)
         args, kwargs = _prepare_inputs(unit, outermost, args, kwargs)
         call = None
         if has_grad:
             # A recomputation is no call of its own: the first one's backward is under way.
             call = Call(unit, is_open=not in_backward)
             _watch_inputs(context, call, args, kwargs)
-        if activations is KEEP or not has_grad:
+        if around is None or not has_grad:
             out = forward(*args, **kwargs)
         else:
-            out = activations.run(unit, forward, args, kwargs)
+            out = around(unit, forward, args, kwargs)
         if unit.policy.output_dtype is not None:
             out = cast_floats(out, unit.policy.output_dtype)
         out = _without_parameters(unit, out)
@@ -63,7 +64,8 @@ def run(
             watched = _watch_outputs(context, call, out)
             unit.hides_outputs = not watched and may_hide_tensors(out)
             if watched and not in_backward:
-                context.prefetch.ended(unit)
+                for tell in context.moments.computed:
+                    tell(unit)
         unit.post_forward(in_backward)
     except BaseException:
         if unit.is_running and graph_task_id() != -1:

@@ -28,15 +28,12 @@ from shardwise.comm.phases import Entered, Wire, abandon_phases, enter_all, leav
 from shardwise.comm.transport import WITHOUT_GRADIENTS, is_unordered
 from shardwise.engine.core.backward import BackwardPass, end_now
 from shardwise.engine.core.gradients import BucketGrads
+from shardwise.engine.core.guests import end_of_call
 from shardwise.engine.core.home import bring_up_to_date
+from shardwise.engine.core.moments import Moments
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.core.unit_gradients import UnitGradients
-from shardwise.engine.guards.ledger import Torn, torn_in
-from shardwise.engine.services.guests import end_of_call
-from shardwise.engine.services.prefetch import Prefetch
 from shardwise.engine.services.tokens import count_of_backward
 from shardwise.errors import EngineError
-from shardwise.events import EventLog
 
 _wires = attrgetter("wires")
 _serves_alone = attrgetter("serves_alone")
@@ -62,9 +59,8 @@ class Context:
         self.num_calls = 0  # of units
         self.latest_call: Call | None = None  # with gradients on, and a tensor as output
         self.order: dict[weakref.ref[Unit], None] = {}
-        self.prefetch = Prefetch()
+        self.moments = Moments()
         self.backward: BackwardPass | None = None
-        self.log: EventLog | None = None
         self.entered: list[Entered] = []  # innermost last: a backward may run inside a forward
         self.num_tokens: float | None = None  # since the last reduction; None: losses are means
         self.is_accumulating = False  # a backward without sync has left partial gradients
@@ -72,7 +68,6 @@ class Context:
         self.is_alone = False  # a forward that copies serve which are kept, outside of any phase
         self.keeps_some = False  # copies stay between forwards, by a strategy or by wish
         self.may_hold = False  # copies that users asked to keep may be there, on any rank
-        self.torn: list[Torn] = []  # gradients that an exception left half done
         self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
         self._reached: set[weakref.ref[Unit]] = set()  # without sync, see `reduce_partials`
         self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
@@ -86,6 +81,8 @@ class Context:
         for unit in units:
             self.may_hold |= hasattr(unit, "context") and unit.context.may_hold
             self.keeps_some |= unit.keeps_between_steps or unit.is_kept_by_wish
+            if hasattr(unit, "context"):
+                self.moments.take_over(unit.context.moments)
             unit.context = self
             if all(ref() is not unit for ref in self._units):
                 self._units.append(weakref.ref(unit))
@@ -93,10 +90,6 @@ class Context:
     def wires(self) -> list[Wire]:
         """The wires of all units, each once, in an order that is the same on all ranks."""
         return list(dict.fromkeys(chain.from_iterable(map(_wires, self.units))))
-
-    def note(self, code: str, unit: UnitGradients) -> None:
-        if self.log is not None:
-            self.log.add(code, unit.name)
 
     # -- forward ---------------------------------------------------------------------------------
     @property
@@ -138,7 +131,8 @@ class Context:
             self.agree_on_stale_copies([u for u in self.units if not first or u.homes])
             self.may_hold |= not has_grad
         self.has_run = True
-        self.prefetch.begin_forward()
+        for tell in self.moments.before_forward:
+            tell(self)
 
     def end_call(self, name: str, outermost: bool) -> None:
         self.depth -= 1
@@ -148,7 +142,8 @@ class Context:
             if unit._modules_run:
                 unit.rest_after_forward()
         self.forget_guests()
-        self.prefetch.end_forward()
+        for tell in self.moments.after_forward:
+            tell(self)
         if self.keeps_some or not torch.is_grad_enabled():
             self._fill_kept()
         self.latest_call, self.is_alone = None, False
@@ -191,8 +186,8 @@ class Context:
     def ran_forward(self, unit: Unit, *, is_awaited: bool) -> None:
         """A unit's forward begins. `is_awaited`: its backward is to be expected."""
         self.num_calls += 1
-        if self.log is not None:
-            self.note("F", unit)
+        for tell in self.moments.called:
+            tell(unit)
         if is_awaited:
             unit.num_uses += 1
             self.order.setdefault(unit.ref)
@@ -233,20 +228,18 @@ class Context:
 
     def abandon(self) -> None:
         """Back to rest after an exception: nothing gathered, nothing half reduced, phases left."""
-        backward, self.backward = self.backward, None
         entered, self.entered = self.entered, []
         abandon_phases(*reversed(entered))
-        if backward is not None:
-            backward.abandon()
-            self.torn += backward.torn
+        if self.backward is not None:
+            self.backward.abandon()
+        for tell in self.moments.failed:
+            tell(self)
+        self.backward = None
         for unit in self.units:
-            if backward is not None:
-                self.torn += torn_in(unit)
             unit.abandon(keep=self.is_alone)
         self.forget_guests()
         self.order.clear()
         self.latest_call, self.is_alone = None, False
-        self.prefetch.forget()
         self._reached.clear()
         self.depth = 0
         self.num_tokens, self.is_accumulating, self.divisor = None, False, None
@@ -301,6 +294,8 @@ class Context:
             backward = self.backward = BackwardPass(self)
             backward.watch_end()
             self._enter("backward", "")
+            for tell in self.moments.before_backward:
+                tell(backward)
             self.count_tokens()
             for unit in [u for u in self.units if not u.requires_sync]:
                 for grads in unit.grads:
@@ -320,6 +315,8 @@ class Context:
         self.backward = BackwardPass(self)
         self._enter("backward", "")
         try:
+            for tell in self.moments.before_backward:
+                tell(self.backward)
             for unit in self.units:
                 unit.collect_left_gradients()
             self._check_reached()
@@ -347,8 +344,8 @@ class Context:
 
     def end_backward(self) -> None:
         self.backward = self.latest_call = None  # a call may have run again, for its activations
-        if not self.order:
-            self.prefetch.forget()
+        for tell in self.moments.after_backward:
+            tell(self)
         self.tokens_reduced()
         if self.may_hold:
             self.may_hold = False

@@ -26,7 +26,7 @@ from shardwise.comm.transport import GradBuffer, Handle
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.engine.core.arrivals import Arrivals
 from shardwise.engine.core.bucket import BucketState
-from shardwise.engine.guards.ledger import Ledger
+from shardwise.engine.core.tally import Tally
 from shardwise.engine.tensor.shard_tensor import ShardTensor
 from shardwise.layout import ReduceLayout, layout_reduce
 
@@ -74,7 +74,7 @@ class BucketGrads:
         self.layout: ReduceLayout | None = None
         self.buffer: GradBuffer | None = None
         self.out: torch.Tensor | None = None
-        self.ledger = Ledger()
+        self.tally = Tally()
         self.arrived = 0  # mask of parameters whose gradient is in the buffer
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
         self.tree: TreeSum | None = None  # sums of a reproducible step, see `sum_order`
@@ -166,9 +166,9 @@ class BucketGrads:
             put(positions[index], grad if is_plain else plain(grad))
             there |= 1 << index
         self.arrived |= there
-        ledger = self.ledger
-        ledger.waiting |= there
-        ledger.num_taken += len(arrived)
+        tally = self.tally
+        tally.waiting |= there
+        tally.num_taken += len(arrived)
 
     def _unfrozen(self, index: int) -> RuntimeError:
         """Unfrozen while a backward runs: the reduction under way does not know it."""
@@ -180,14 +180,14 @@ class BucketGrads:
     def skip(self, index: int) -> None:
         """A gradient arrived that counts as absent; the reduction is open."""
         self.arrived |= 1 << index
-        self.ledger.num_taken += 1
+        self.tally.num_taken += 1
 
     def accumulate(self, index: int, grad: torch.Tensor) -> None:
         """A gradient arrived that is not to be reduced yet."""
         self.state.params[index].add_partial(
             plain(grad), self.state.layout.reduce_dtype, self.pending(index)
         )
-        self.ledger.num_taken += 1
+        self.tally.num_taken += 1
 
     def pending(self, index: int) -> ParamPending:
         return ParamPending(self, index, self._settle)
@@ -220,7 +220,7 @@ class BucketGrads:
             self.buffer.discard()
         self.buffer = self.out = self.tree = None
         self.arrived = 0
-        self.ledger.clear()
+        self.tally.clear()
 
     # -- reducing --------------------------------------------------------------------------------
     def issue(self, scale: Scale, all_reduce: bool, *, joins: bool = False) -> Reduction:
@@ -239,21 +239,21 @@ class BucketGrads:
         """What was collected, for a reduction that is issued now: gradients, where the sum goes,
         their layout, which are there. `joins`: peers have some, this rank has nothing.
         """
-        ledger = self.ledger
+        tally = self.tally
         if self.buffer is None:
-            ledger.repeated += bool(ledger.issued) and not joins
+            tally.repeated += bool(tally.issued) and not joins
             self.open(scale, joins=joins)
         buffer, out, layout = self.buffer, self.out, self.layout
         assert buffer is not None and out is not None and layout is not None
         had = buffer.had
-        if ledger.waiting and not all(had):
-            ledger.lost |= sum(
+        if tally.waiting and not all(had):
+            tally.lost |= sum(
                 1 << i
                 for i, there in zip(layout.indices, had, strict=True)
-                if not there and ledger.waiting >> i & 1
+                if not there and tally.waiting >> i & 1
             )
-        ledger.waiting = 0
-        ledger.issued += 1
+        tally.waiting = 0
+        tally.issued += 1
         self.buffer = self.out = None
         self.arrived = 0
         return buffer, out, layout, had
@@ -321,7 +321,7 @@ class Reduction:
         self._deliver(run_hooks)
 
     def _keep_replica(self) -> None:
-        self.grads.ledger.delivered += 1
+        self.grads.tally.delivered += 1
         if self.grads.replica is not None:
             self.out.add_(self.grads.replica)
         self.grads.replica = self.out
@@ -331,7 +331,7 @@ class Reduction:
     def _deliver(self, run_hooks: bool) -> None:
         grads, layout = self.grads, self.layout
         state = grads.state
-        grads.ledger.delivered += 1
+        grads.tally.delivered += 1
         data = self.out.to(state.layout.grad_dtype)  # itself where it is so already
         if state.offload:
             data = data.to("cpu")

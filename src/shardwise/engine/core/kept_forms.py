@@ -24,7 +24,9 @@ from shardwise.engine.core.parameter import ShardedParam, home_of
 
 OWN_NAMES = frozenset(vars(nn.Module()))  # that every module has
 CONTAINERS = (list, tuple, dict, set, deque, types.SimpleNamespace)
+FORM, VIEW = 1, 2  # what is found in an attribute: a full parameter itself, or a view of one
 _DEPTH = 3  # of containers in containers
+_MANY = 64  # entries of a container are not looked at in each step
 
 
 KeptForms = dict[tuple[int, str], weakref.ref[nn.Module]]  # by module and attribute
@@ -113,3 +115,22 @@ def _renewed(value: Any, depth: int = 0) -> Any:
         held = value if isinstance(value, dict) else value.__dict__
         held.update(zip(held, new, strict=True))
     return value
+
+
+def over(value: Any, storages: set[int], depth: int = 0) -> int:
+    """What of the storages is found in a value, at worst."""
+    if value is None:
+        return 0
+    if isinstance(value, torch.Tensor):
+        try:
+            if value.untyped_storage().data_ptr() not in storages:
+                return 0
+        except (NotImplementedError, RuntimeError):  # meta, sparse, subclasses without storage
+            return 0
+        home = home_of(value)
+        return FORM if home is not None and home.is_form(value) else VIEW
+    if depth < 2:
+        items = items_of(value)
+        if len(items) <= _MANY:
+            return max((over(v, storages, depth + 1) for v in items), default=0)
+    return 0

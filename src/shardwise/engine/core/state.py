@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.nn as nn
 
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.services.activations import KEEP
 
 STATE = "_shardwise_state"
+
+# Runs a forward in its own way, where gradients are on: (unit, forward, args, kwargs) -> output.
+Around = Callable[[Unit, Callable[..., Any], Any, Any], Any]
 
 
 class ModuleState:
     """What one sharded module knows. Modules of one list share their unit."""
 
-    __slots__ = ("activations", "is_known", "methods", "original", "registrations", "unit")
+    __slots__ = ("around", "is_known", "methods", "original", "registrations", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.methods: list[str] = []  # run like forward, see `register_fsdp_forward_method`
-        self.activations = KEEP  # or recomputed, or moved to the host
+        self.around: Around | None = None  # activations are recomputed, or move to the host
         self.is_known = False  # a root has taken this module in
         self.original: nn.Module | None = None  # of a shallow copy: its unit knows that one
         self.registrations = -1  # when its modules were last looked at, see `added`
@@ -29,7 +31,7 @@ class ModuleState:
     def on(self, unit: Unit) -> ModuleState:
         """The same state on the unit of a copy."""
         new = ModuleState(unit)
-        new.activations = self.activations
+        new.around = self.around
         return new
 
 

@@ -34,21 +34,19 @@ from shardwise.comm.streams import Streams
 from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
 from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.core.gradients import BucketGrads
+from shardwise.engine.core.guests import guests_of, take_back
 from shardwise.engine.core.home import Home
 from shardwise.engine.core.kept_forms import KeptForms, renew
 from shardwise.engine.core.parameter import ShardedParam, Slot
 from shardwise.engine.core.regroup import Regrouped
 from shardwise.engine.core.unit_gradients import UnitGradients, settle_by
-from shardwise.engine.guards.views import Attributes
 from shardwise.engine.reproducible.order import SumOrder
-from shardwise.engine.services.guests import guests_of, take_back
 from shardwise.engine.tensor.shard_tensor import Mark
 from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
 
 if TYPE_CHECKING:
     from shardwise.engine.core.context import Context
-    from shardwise.engine.services.step_in_backward import Stepper
 
 
 # What is asked of all buckets is asked by one `map`, which stays in C.
@@ -103,8 +101,7 @@ class Unit(UnitGradients):
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.set_prefetch(None)
 
-        self.attributes: Attributes | None = None  # of its modules, once a root has taken it in
-        self.stepper: Stepper | None = None  # an optimizer that steps in the backward
+        self.delivers_early = False  # gradients, once all ranks have handed theirs in
         self.num_uses = 0  # forwards with gradients since the last backward
         self.is_held = False  # a gathered copy exists or is on its way
         self.is_stale = False  # ... but somebody wrote to the shards since
@@ -384,8 +381,8 @@ class Unit(UnitGradients):
             )
         if self.is_held:
             self.wait_unshard()
-        if self.context.log is not None:
-            self.context.note("AG", self)
+        for tell in self.context.moments.gathering:
+            tell(self)
         if self.streams.is_async:
             with self.streams.lane("gather"):
                 self._handles = outside_transforms(self._gather)
@@ -398,7 +395,8 @@ class Unit(UnitGradients):
 
     def fill_middles(self) -> None:
         """Gather the shards from the replicas that share them out."""
-        self.context.note("HG", self)
+        for tell in self.context.moments.filling:
+            tell(self)
         with torch.no_grad(), self.streams.lane("gather"):
             outside_transforms(self._fill_middles)
 
@@ -471,8 +469,8 @@ class Unit(UnitGradients):
         for bucket in self.buckets:
             bucket.release(after)
         self.is_held = False
-        if self.context.log is not None:
-            self.context.note("FR", self)
+        for tell in self.context.moments.released:
+            tell(self)
 
     def reshard_for_state_dict(self) -> None:
         """State dicts show shards, whatever is gathered.
@@ -507,8 +505,6 @@ class Unit(UnitGradients):
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
-        if self.attributes is not None and self.attributes.could_hold:
-            self.attributes.watch_forms()
         if self.context.depth > 1:  # the outermost call has looked at all units before
             for unit in (self, *self._tied_to):
                 if not all(map(_is_registered, unit.buckets)):
@@ -552,7 +548,8 @@ class Unit(UnitGradients):
             if not self.is_unsharded:
                 self.use_shards()
         elif self.releases_after_forward() or not torch.is_grad_enabled():
-            self._check_kept_views()
+            for tell in self.context.moments.releasing:
+                tell(self)
             if self.is_held and self.strategy.forward_world and torch.is_grad_enabled():
                 self._regroup()
             else:
@@ -566,19 +563,6 @@ class Unit(UnitGradients):
     def addresses(self) -> set[int]:
         """Where gathered memory begins that is to be released."""
         return {address for b in self.buckets for address in b.addresses()}
-
-    def _check_kept_views(self) -> None:
-        """A module's attribute that looks into memory which is released now."""
-        if self.attributes is None or not self.is_held or not self.attributes.could_hold:
-            return
-        where = self.attributes.view_of(self.addresses())
-        if where is not None:
-            raise EngineError(
-                f"{where}: is a view of the gathered parameters of the unit {self.name!r}, which "
-                "are released now; keep a copy instead (.clone()), read it inside the forward "
-                "only and set it to None before it ends, or keep the parameters gathered "
-                "(strategy='shard_grad_op', reshard_after_forward=False)"
-            )
 
     def _regroup(self) -> None:
         """Keep shards over a smaller world until the backward."""

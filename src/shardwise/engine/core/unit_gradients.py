@@ -47,7 +47,7 @@ class UnitGradients:
     def watch_gradients(self) -> None:
         """Whoever uses the full parameters, their gradients are heard of."""
         for grads in self.grads:
-            grads.ledger.trainable = grads.arrivals.watch(grads)
+            grads.tally.trainable = grads.arrivals.watch(grads)
 
     def agree_on_flags(self) -> None:
         """`requires_grad` as users have set it on either form since it was last looked at."""
@@ -67,8 +67,8 @@ class UnitGradients:
         if torch.is_grad_enabled():
             grad = grad.detach()
         grad = param.spread.own_gradient(param.name, grad)
-        grads.ledger.told |= 1 << index
-        grads.ledger.num_told += 1
+        grads.tally.told |= 1 << index
+        grads.tally.num_told += 1
         share = self.context.share
         if share != 1.0:
             return self._arrived_in_join(grads, index, grad, share)
@@ -124,8 +124,8 @@ class UnitGradients:
             for i, param in enumerate(grads.state.params):
                 grad, param.full.grad = param.full.grad, None
                 if grad is not None:
-                    grads.ledger.told |= 1 << i
-                    grads.ledger.num_told += 1
+                    grads.tally.told |= 1 << i
+                    grads.tally.num_told += 1
                     grads.accumulate(i, grad * self.context.share)
 
     def scale(self, bucket: BucketState) -> Scale:
@@ -145,10 +145,7 @@ class UnitGradients:
 
     def issue_reductions(self) -> list[Reduction]:
         """Reduce every trainable bucket."""
-        reductions = [self.issue_reduction(g) for g in self.grads if g.trainable_layout().indices]
-        if reductions:
-            self.context.note("RS", self)
-        return reductions
+        return [self.issue_reduction(g) for g in self.grads if g.trainable_layout().indices]
 
     def issue_reduction(self, grads: BucketGrads, *, joins: bool = False) -> Reduction:
         if not self.streams.is_async:
@@ -171,7 +168,7 @@ class UnitGradients:
             for reduction in [g.issue(self.scale(g.state), True) for g in waiting]:
                 reduction.finish(run_hooks=False)
             for grads in waiting:
-                grads.ledger.clear()
+                grads.tally.clear()
             self.context.divisor = None
 
 

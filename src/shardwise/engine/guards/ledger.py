@@ -1,15 +1,4 @@
-"""The ledger of a step: what one bucket saw between two ends of a backward, checked at each end.
-
-Kept where things happen, by those who do them, so that one that forgets does not agree with the
-others:
-
-    told        autograd's hook: a gradient is in the accumulator            (mask of parameters)
-    num_told    ... how often
-    num_taken   a gradient went into a reduction or a partial sum            (how often)
-    waiting     ... into a reduction that was not issued yet                 (mask)
-    lost        ... but its buffer does not have it when it is issued        (mask)
-    issued, delivered     reductions issued; reductions whose result reached `.grad` or was kept
-    repeated    reductions of one backward that had nothing new in them
+"""The ledger of a step: the tallies of its buckets, checked at each end of a backward.
 
 Rules at the end of a backward, for units that it reached:
 
@@ -48,7 +37,9 @@ from shardwise._torch_compat import local_of
 from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
+    from shardwise.engine.core.backward import BackwardPass
     from shardwise.engine.core.bucket import BucketState
+    from shardwise.engine.core.context import Context
     from shardwise.engine.core.gradients import BucketGrads
     from shardwise.engine.core.parameter import ShardedParam
     from shardwise.engine.core.unit import Unit
@@ -57,43 +48,6 @@ _REMEDY = (
     "The gradients of this step are not right: zero_grad() and run the step again; if it comes "
     "again, please report it with this text"
 )
-
-
-class Ledger:
-    """See the module docstring. One for each bucket; masks have bit i for parameter i."""
-
-    __slots__ = (
-        "delivered",
-        "issued",
-        "lost",
-        "num_taken",
-        "num_told",
-        "repeated",
-        "told",
-        "trainable",
-        "waiting",
-    )
-
-    def __init__(self) -> None:
-        self.trainable = 0  # of the last forward
-        self.clear()
-
-    def clear(self) -> None:
-        """A backward is over, by its end or by an exception."""
-        self.told = self.num_told = self.num_taken = self.waiting = self.lost = 0
-        self.issued = self.delivered = self.repeated = 0
-
-    @property
-    def is_settled(self) -> bool:
-        """All rules that need no look at parameters hold, and every gradient was told."""
-        return (
-            self.num_told == self.num_taken
-            and not self.waiting
-            and not self.lost
-            and self.issued == self.delivered
-            and not self.repeated
-            and self.told == self.trainable
-        )
 
 
 class Torn:
@@ -130,9 +84,9 @@ def torn_in(unit: Unit) -> list[Torn]:
     return [
         Torn(param)
         for grads in unit.grads
-        if grads.ledger.num_taken
+        if grads.tally.num_taken
         for i, param in enumerate(grads.state.params)
-        if grads.ledger.told >> i & 1 and _is_added(param, grads.ledger.delivered)
+        if grads.tally.told >> i & 1 and _is_added(param, grads.tally.delivered)
     ]
 
 
@@ -163,6 +117,39 @@ def torn_error(torn: list[Torn]) -> EngineError:
     )
 
 
+class Ledgers:
+    """Listens: looks at the tallies of a backward when control is the user's again."""
+
+    def __init__(self) -> None:
+        self._torn: list[Torn] = []  # gradients that an exception left half done
+        self._mixed: list[Torn] = []  # those that the backward under way adds to
+
+    def before_backward(self, _backward: BackwardPass) -> None:
+        if self._torn:
+            self._mixed, self._torn = still_torn(self._torn), []
+
+    def failed(self, context: Context) -> None:
+        if context.backward is not None:
+            self._torn += self._mixed
+            self._mixed = []
+            for unit in context.units:
+                self._torn += torn_in(unit)
+
+    def ended(self, backward: BackwardPass) -> None:
+        """Was everything that this backward brought reduced, delivered, released?"""
+        mixed, self._mixed = self._mixed, []
+        self._torn += refresh(mixed)
+        touched = backward.touched
+        kept = (
+            backward.creates_graph
+        )  # nothing is released before the outermost plain backward ends
+        order = () if kept else backward.context.order
+        ran = (u for ref in order if (u := ref()) is not None)
+        check_units(touched, (u for u in ran if u not in touched))
+        if mixed:
+            raise torn_error(mixed)
+
+
 def check_units(reached: Iterable[Unit], expected: Iterable[Unit]) -> None:
     """Raise EngineError with everything that the ledgers of these units complain about, then begin
     them anew.
@@ -174,10 +161,10 @@ def check_units(reached: Iterable[Unit], expected: Iterable[Unit]) -> None:
     complaints: list[str] = []
     for unit in reached:
         for grads in unit.grads:
-            ledger = grads.ledger
-            if not ledger.is_settled or (unit.requires_sync and not ledger.issued):
+            tally = grads.tally
+            if not tally.is_settled or (unit.requires_sync and not tally.issued):
                 complaints += _complaints(unit, grads)
-            ledger.clear()
+            tally.clear()
             if grads.buffer is not None:
                 grads.discard()  # what is left over must not join the next step's
         if unit.is_held and unit.should_be_released:
@@ -193,27 +180,27 @@ def check_units(reached: Iterable[Unit], expected: Iterable[Unit]) -> None:
 
 
 def _complaints(unit: Unit, grads: BucketGrads) -> list[str]:
-    state, ledger = grads.state, grads.ledger
+    state, tally = grads.state, grads.tally
     found = _unheard(grads)
-    if ledger.num_told != ledger.num_taken:
+    if tally.num_told != tally.num_taken:
         found.append(
-            f"{state.name}: {ledger.num_told} gradients arrived ({_names(state, ledger.told)}), "
-            f"{ledger.num_taken} were collected: one was dropped, or counted twice"
+            f"{state.name}: {tally.num_told} gradients arrived ({_names(state, tally.told)}), "
+            f"{tally.num_taken} were collected: one was dropped, or counted twice"
         )
-    for mask, what in ((ledger.waiting, "not reduced"), (ledger.lost, "lost before the reduction")):
+    for mask, what in ((tally.waiting, "not reduced"), (tally.lost, "lost before the reduction")):
         if mask:
             found.append(f"gradients of {_names(state, mask)} were collected and {what}")
-    if ledger.issued != ledger.delivered:
+    if tally.issued != tally.delivered:
         found.append(
-            f"{state.name}: {ledger.issued} reductions were issued, {ledger.delivered} delivered "
-            f"to .grad of {_names(state, ledger.trainable)}"
+            f"{state.name}: {tally.issued} reductions were issued, {tally.delivered} delivered "
+            f"to .grad of {_names(state, tally.trainable)}"
         )
-    if ledger.repeated:
+    if tally.repeated:
         found.append(
-            f"{state.name}: reduced {ledger.repeated + 1} times in one backward without a new "
-            f"gradient ({_names(state, ledger.trainable)})"
+            f"{state.name}: reduced {tally.repeated + 1} times in one backward without a new "
+            f"gradient ({_names(state, tally.trainable)})"
         )
-    if unit.requires_sync and not ledger.issued and grads.trainable_layout().indices:
+    if unit.requires_sync and not tally.issued and grads.trainable_layout().indices:
         found.append(
             f"unit {unit.name!r} was reached by the backward and {state.name} was not reduced; "
             "ranks that reduced it wait for this one"

@@ -19,16 +19,43 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
-import torch
 import torch.nn as nn
 
 from shardwise.engine.core import kept_forms
-from shardwise.engine.core.parameter import home_of
+from shardwise.engine.core.unit import Unit
+from shardwise.errors import EngineError
 
-_FORM, _VIEW = 1, 2  # what is found in an attribute: a full parameter itself, or a view of one
-_MANY = 64  # entries of a container are not looked at in each step
+_ATTRIBUTES: weakref.WeakKeyDictionary[Unit, Attributes] = weakref.WeakKeyDictionary()
+
+
+def watch_attributes(unit: Unit, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Look at the attributes of these modules, with their names, which are a unit's."""
+    _ATTRIBUTES[unit] = Attributes(modules)
+
+
+class Views:
+    """Listens: attributes that got parameters follow these, and one that looks into memory which is
+    released now is an error.
+    """
+
+    def called(self, unit: Unit) -> None:
+        attributes = _ATTRIBUTES.get(unit)
+        if attributes is not None and attributes.could_hold:
+            attributes.watch_forms()
+
+    def releasing(self, unit: Unit) -> None:
+        attributes = _ATTRIBUTES.get(unit)
+        if attributes is None or not unit.is_held or not attributes.could_hold:
+            return
+        where = attributes.view_of(unit.addresses())
+        if where is not None:
+            raise EngineError(
+                f"{where}: is a view of the gathered parameters of the unit {unit.name!r}, which "
+                "are released now; keep a copy instead (.clone()), read it inside the forward "
+                "only and set it to None before it ends, or keep the parameters gathered "
+                "(strategy='shard_grad_op', reshard_after_forward=False)"
+            )
 
 
 class Attributes:
@@ -59,10 +86,10 @@ class Attributes:
         """
         for where, ref, key in self._suspects:
             module = ref()
-            found = 0 if module is None else over(module.__dict__.get(key), storages)
-            if found == _VIEW:
+            found = 0 if module is None else kept_forms.over(module.__dict__.get(key), storages)
+            if found == kept_forms.VIEW:
                 return where
-            if found == _FORM and module is not None:
+            if found == kept_forms.FORM and module is not None:
                 kept_forms.watch_form(module, key)
         return None
 
@@ -84,22 +111,3 @@ class Attributes:
                 if kept_forms.is_users(key) and (value is None or kept_forms.could_hold(value)):
                     where = f"{name}.{key}" if name else key
                     self._suspects.append((where, ref, key))
-
-
-def over(value: Any, storages: set[int], depth: int = 0) -> int:
-    """What of the storages is found in a value, at worst."""
-    if value is None:
-        return 0
-    if isinstance(value, torch.Tensor):
-        try:
-            if value.untyped_storage().data_ptr() not in storages:
-                return 0
-        except (NotImplementedError, RuntimeError):  # meta, sparse, subclasses without storage
-            return 0
-        home = home_of(value)
-        return _FORM if home is not None and home.is_form(value) else _VIEW
-    if depth < 2:
-        items = kept_forms.items_of(value)
-        if len(items) <= _MANY:
-            return max((over(v, storages, depth + 1) for v in items), default=0)
-    return 0

@@ -17,6 +17,7 @@ from shardwise._torch_compat import post_accumulate_hooks, tensor_hooks
 from shardwise.comm.board import gather_objects
 from shardwise.comm.tree_sum import TreeTransport
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.services.step_in_backward import steps_in_backward
 
 ELEMENTWISE = frozenset(
     "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
@@ -78,7 +79,7 @@ def _settings(unit: Unit) -> Iterator[str]:
     name = unit.name
     if unit.all_reduce_hook is not None:
         yield f"unit {name!r}: set_all_reduce_hook changes sums; take it away"
-    if unit.stepper is not None:
+    if steps_in_backward(unit):
         yield f"unit {name!r}: step_in_backward leaves no gradients to sum; do without it"
     if unit.divide_by is not None:
         yield (

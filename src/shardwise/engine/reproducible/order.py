@@ -177,7 +177,7 @@ class OrderedReduction(Reduction):
     def finish(self, *, run_hooks: bool = True) -> None:
         self.advance()
         if not self.all_reduce:  # another round follows
-            self.grads.ledger.delivered += 1
+            self.grads.tally.delivered += 1
             return
         assert self.over_replicas is not None and self.tree is not None
         self.over_replicas.wait()

@@ -81,9 +81,6 @@ class Activations:
             return checkpoint(call, *args, use_reentrant=False, **options)
 
 
-KEEP = Activations()
-
-
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
     """Saved tensors move to host memory, gathered parameters and small tensors excepted."""
 

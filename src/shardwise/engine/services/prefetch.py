@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Prefetch:
-    """Of one context; see the module docstring."""
+    """Listens; see the module docstring."""
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[Unit]] = []  # the order of the last forward
@@ -40,12 +40,11 @@ class Prefetch:
         # Forwards whose backward is to come, as they ended.
         self._ended: list[weakref.ref[Unit]] = []
 
-    def begin_forward(self) -> None:
+    def before_forward(self, _context: Context) -> None:
         self._running = []
         self._follows = True
 
-    def forward_of(self, unit: Unit, context: Context) -> None:
-        """A unit's forward is about to compute; its own gather is complete."""
+    def computing(self, unit: Unit) -> None:
         self._ahead.pop(unit, None)
         at = len(self._running)
         self._running.append(unit.ref)
@@ -55,9 +54,9 @@ class Prefetch:
                 if (named := ref()) is not None:
                     named.unshard()
         elif self._follows and unit.overlaps:
-            self._ahead |= dict.fromkeys(_issue(unit, self._after(at), context))
+            self._ahead |= dict.fromkeys(_issue(unit, self._after(at), unit.context))
 
-    def end_forward(self) -> None:
+    def after_forward(self, _context: Context) -> None:
         """What was gathered in vain is released."""
         self._known = self._running
         for unit in self._ahead:
@@ -65,13 +64,11 @@ class Prefetch:
                 unit.reshard()
         self._ahead.clear()
 
-    def ended(self, unit: Unit) -> None:
-        """A unit's forward has computed, and a backward is to be expected."""
+    def computed(self, unit: Unit) -> None:
         if unit.overlaps:
             self._ended.append(unit.ref)
 
-    def backward_of(self, unit: Unit, context: Context) -> None:
-        """A unit's backward is about to compute."""
+    def recomputing(self, unit: Unit) -> None:
         if unit.backward_prefetch:
             for ref in unit.backward_prefetch:
                 if (named := ref()) is not None and not named.keeps_between_steps:
@@ -80,10 +77,13 @@ class Prefetch:
             while self._ended.pop() is not unit.ref:
                 pass
             before = (u for ref in reversed(self._ended) if (u := ref()) is not None)
-            _issue(unit, (u for u in before if not u.keeps_between_steps), context)
+            _issue(unit, (u for u in before if not u.keeps_between_steps), unit.context)
 
-    def forget(self) -> None:
-        """No backward is to come, or an exception has ended the pass."""
+    def after_backward(self, context: Context) -> None:
+        if not context.order:  # no other is to come
+            self.failed(context)
+
+    def failed(self, _context: Context) -> None:
         self._ended.clear()
         self._ahead.clear()
 

@@ -14,7 +14,7 @@ from shardwise.engine.api import fully_shard
 from shardwise.engine.core.state import state_of
 from shardwise.engine.mesh.axes import default_device
 from shardwise.engine.module import FSDPModule
-from shardwise.engine.services.activations import KEEP, Activations
+from shardwise.engine.services.activations import Activations
 from shardwise.engine.services.grouping import choose_units
 from shardwise.engine.services.prefetch import set_prefetch
 from shardwise.layout import MixedPrecisionPolicy, OffloadPolicy, Strategy
@@ -94,7 +94,7 @@ def shard_model(
         for module in modules:
             state = state_of(module)
             assert state is not None
-            state.activations = KEEP if activations.is_plain else activations
+            state.around = None if activations.is_plain else activations.run
     if not isinstance(model, FSDPModule):
         fully_shard(model, **{**settings, **special.get("", {})})
     if gather_limit is not None:

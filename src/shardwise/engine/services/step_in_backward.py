@@ -15,6 +15,7 @@ stepped already, here or on another rank, it is an error.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,20 +25,34 @@ from shardwise.engine.core.state import sharded_units
 from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
+    from shardwise.engine.core.backward import BackwardPass
     from shardwise.engine.core.gradients import Reduction
     from shardwise.engine.core.unit import Unit
 
 
+_STEPPERS: weakref.WeakKeyDictionary[Unit, Stepper] = weakref.WeakKeyDictionary()
+
+
+def steps_in_backward(unit: Unit) -> bool:
+    """Whether an optimizer steps this unit while the backward runs."""
+    return unit in _STEPPERS
+
+
 class UnitSteps:
-    """Which units have stepped in one backward, and which are to step at its end."""
+    """Listens: which units have stepped in this backward, and which are to step at its end."""
 
     def __init__(self) -> None:
         self._reducing: dict[Unit, int] = {}
         self._waiting: dict[Unit, None] = {}
         self._stepped: set[Unit] = set()
 
+    def before_backward(self, _backward: BackwardPass) -> None:
+        self._reducing.clear()
+        self._waiting.clear()
+        self._stepped.clear()
+
     def issued(self, unit: Unit, reductions: list[Reduction]) -> None:
-        if unit.stepper is None:
+        if unit not in _STEPPERS:
             return
         if unit in self._stepped:
             raise EngineError(
@@ -49,8 +64,7 @@ class UnitSteps:
         self._reducing[unit] = self._reducing.get(unit, 0) + len(reductions)
 
     def delivered(self, unit: Unit) -> None:
-        """One of the unit's reductions is in `.grad`."""
-        if unit.stepper is None or unit not in self._reducing:
+        if unit not in self._reducing:
             return
         self._reducing[unit] -= 1
         if self._reducing[unit] or not unit.requires_all_reduce:
@@ -60,16 +74,14 @@ class UnitSteps:
         else:
             self._waiting[unit] = None
 
-    def end(self) -> None:
-        """All ranks have ended their backward."""
+    def ending(self, _backward: BackwardPass) -> None:
         for unit in self._waiting:
             self._step(unit)
         self._waiting.clear()
 
     def _step(self, unit: Unit) -> None:
-        assert unit.stepper is not None
         self._stepped.add(unit)
-        unit.stepper.step(unit)
+        _STEPPERS[unit].step(unit)
 
 
 class Stepper:
@@ -119,5 +131,6 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
                 )
     stepper = Stepper(optimizer)
     for unit in units:
-        unit.stepper = stepper
+        _STEPPERS[unit] = stepper
+        unit.delivers_early = True
         unit.mark.steps_in_backward = True
