@@ -11,6 +11,7 @@ from engine_kit import HYBRID_STRATEGIES, Mlp, Setting, batch, full, loss_of, ma
 
 import shardwise as sw
 from ranks import on_ranks
+from shardwise.errors import EngineError
 
 EVERY = settings("full_shard", "shard_grad_op", "no_shard", reshard=(False,))
 HYBRID = settings(*HYBRID_STRATEGIES)
@@ -176,3 +177,25 @@ def test_what_is_refused(rank: int, world: int) -> None:
         sw.join(model, [], divide_by="me")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="Mlp holds no sharded module"):
         sw.join(make(Mlp), [])
+
+
+@on_ranks(2)
+def test_no_reproducible_run_begins_where_ranks_weigh_differently(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    joined = iter(sw.join(model, range(1 + rank), mode="continue"))
+    next(joined)
+    next(joined)  # rank 0 has run out
+    with pytest.raises(ValueError, match=r"is in a join\(\)"):
+        sw.reproducible(model, num_micro_batches=4).__enter__()
+    assert list(joined) == []
+    with sw.reproducible(model, num_micro_batches=4):
+        pass
+
+
+@on_ranks(2)
+def test_one_divisor(rank: int, world: int) -> None:
+    """A count and a factor of the user's: neither wins in silence."""
+    model = Setting("full_shard").shard(make(Mlp), world)
+    model.set_gradient_divide_factor(3.0)
+    with pytest.raises(EngineError, match=r"global_mean\(\) divides .* set_gradient_divide_factor"):
+        sw.global_mean(loss_of(model(batch(Mlp, 0, rank))), 3).backward()

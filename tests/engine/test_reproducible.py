@@ -448,11 +448,8 @@ def test_misuse_inside_a_run(rank: int, world: int) -> None:
                 sw.global_mean(loss_of(model, 0, 0), 3).backward()
         joined = iter(sw.join(model, range(1 + rank), mode="continue"))
         next(joined)
-        next(joined)  # rank 0 has run out
         with pytest.raises(EngineError, match=r"join\(\) in a reproducible run"):
-            for _ in run.micro_batches(0):
-                loss_of(model, 0, 0).backward()
-        assert list(joined) == []
+            next(joined)  # rank 0 has run out
     counting = sw.fully_shard(Counts(), mesh=line(world))
     with (
         sw.reproducible(counting, num_micro_batches=2) as run,

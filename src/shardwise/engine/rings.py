@@ -13,9 +13,10 @@ from shardwise.engine.guards.ledger import Ledgers
 from shardwise.engine.guards.views import Views
 from shardwise.engine.services.prefetch import Prefetch
 from shardwise.engine.services.step_in_backward import UnitSteps
+from shardwise.engine.services.tokens import Tokens
 from shardwise.engine.subclasses import ExtensionBucket
 
-LISTENERS = (Views, Prefetch, UnitSteps, Ledgers)
+LISTENERS = (Views, Prefetch, Tokens, UnitSteps, Ledgers)
 BUCKETS = (ExtensionBucket,)
 
 

@@ -19,11 +19,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_compat import graph_task
-from shardwise.comm.board import wait_for
 from shardwise.comm.phases import Entered, Wire, abandon_phases, enter_all, leave_all
 from shardwise.comm.transport import WITHOUT_GRADIENTS, is_unordered
 from shardwise.engine.core.backward import BackwardPass, end_now
@@ -31,8 +29,8 @@ from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import end_of_call
 from shardwise.engine.core.home import bring_up_to_date
 from shardwise.engine.core.moments import Moments
+from shardwise.engine.core.route import Weight
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.services.tokens import count_of_backward
 from shardwise.errors import EngineError
 
 _wires = attrgetter("wires")
@@ -62,15 +60,12 @@ class Context:
         self.moments = Moments()
         self.backward: BackwardPass | None = None
         self.entered: list[Entered] = []  # innermost last: a backward may run inside a forward
-        self.num_tokens: float | None = None  # since the last reduction; None: losses are means
-        self.is_accumulating = False  # a backward without sync has left partial gradients
         self.has_run = False
         self.is_alone = False  # a forward that copies serve which are kept, outside of any phase
         self.keeps_some = False  # copies stay between forwards, by a strategy or by wish
         self.may_hold = False  # copies that users asked to keep may be there, on any rank
-        self.share = 1.0  # weight of this rank's gradients, see `join`; 0: a shadow
+        self.weight = Weight()
         self._reached: set[weakref.ref[Unit]] = set()  # without sync, see `reduce_partials`
-        self.divisor: float | None = None  # tokens of all ranks, in a backward that reduces
 
     # -- units -----------------------------------------------------------------------------------
     @property
@@ -242,49 +237,6 @@ class Context:
         self.latest_call, self.is_alone = None, False
         self._reached.clear()
         self.depth = 0
-        self.num_tokens, self.is_accumulating, self.divisor = None, False, None
-
-    # -- counting tokens, see `token_mean` -------------------------------------------------------
-    def count_tokens(self) -> None:
-        """At the start of a backward: add its tokens; when it reduces, agree on the total."""
-        count = count_of_backward()
-        if self.is_accumulating and (count is None) != (self.num_tokens is None):
-            raise EngineError(
-                "micro-batches with and without global_mean() are mixed in one accumulation; use "
-                "it for all micro-batches of a step, or for none"
-            )
-        if count is not None and any(u.sum_order is not None for u in self.units):
-            raise EngineError(
-                "global_mean() in a reproducible run: gradients are the mean over micro-batches "
-                "there, each with the weight 1; let each micro-batch hold equally many tokens and "
-                "call backward() on its mean"
-            )
-        if count is not None and not self.share:
-            count = 0.0
-        self.num_tokens = None if count is None else (self.num_tokens or 0.0) + count
-        self.is_accumulating = True
-        if self.num_tokens is not None and any(u.requires_sync for u in self.units):
-            self.divisor = self.total_tokens()
-
-    def total_tokens(self) -> float | None:
-        """Tokens since the last reduction, over all ranks (a small all-reduce); None: not
-        counted.
-        """
-        if self.num_tokens is None:
-            return None
-        mesh = self.units[0].mesh
-        total = torch.tensor([self.num_tokens], dtype=torch.float64, device=mesh.device)
-        for axis in (mesh.shard, mesh.replicate):
-            if axis.size > 1:
-                work = dist.all_reduce(total, group=axis.group, async_op=True)
-                wait_for(work, "all_reduce of the number of tokens")
-        return max(total.item(), 1.0)
-
-    def tokens_reduced(self) -> None:
-        """At the end of a backward: a reduction starts the count anew."""
-        if any(u.requires_sync for u in self.units):
-            self.num_tokens, self.is_accumulating = None, False
-        self.divisor = None
 
     # -- backward --------------------------------------------------------------------------------
     def backward_pass(self) -> BackwardPass:
@@ -296,7 +248,6 @@ class Context:
             self._enter("backward", "")
             for tell in self.moments.before_backward:
                 tell(backward)
-            self.count_tokens()
             for unit in [u for u in self.units if not u.requires_sync]:
                 for grads in unit.grads:
                     grads.note_trainable()
@@ -320,12 +271,17 @@ class Context:
             for unit in self.units:
                 unit.collect_left_gradients()
             self._check_reached()
-            self.divisor = self.total_tokens()
+            self.weigh()
             end_now(self.backward)
         except BaseException:
             if self.backward is not None:
                 self.abandon()
             raise
+
+    def weigh(self) -> None:
+        """Gradients are reduced now, and no backward says what by."""
+        for tell in self.moments.weighing:
+            tell(self)
 
     def _check_reached(self) -> None:
         """Schedules that compute gradients of inputs and weights apart (zero bubble) look for the
@@ -346,7 +302,6 @@ class Context:
         self.backward = self.latest_call = None  # a call may have run again, for its activations
         for tell in self.moments.after_backward:
             tell(self)
-        self.tokens_reduced()
         if self.may_hold:
             self.may_hold = False
             for unit in self.units:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import repeat
 from operator import attrgetter, is_
 
@@ -23,9 +22,9 @@ import torch
 
 from shardwise._torch_compat import unflatten
 from shardwise.comm.transport import GradBuffer, Handle
-from shardwise.comm.tree_sum import TreeSum
 from shardwise.engine.core.arrivals import Arrivals
 from shardwise.engine.core.bucket import BucketState
+from shardwise.engine.core.route import Scale
 from shardwise.engine.core.tally import Tally
 from shardwise.engine.tensor.shard_tensor import ShardTensor
 from shardwise.layout import ReduceLayout, layout_reduce
@@ -33,28 +32,6 @@ from shardwise.layout import ReduceLayout, layout_reduce
 # What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
 _trains = attrgetter("full.requires_grad")
 _partial_grad = attrgetter("partial_grad")
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Factors around the sum. `before` is not 1 only for float16, whose sums overflow (FSDP2 does
-    the same).
-    """
-
-    before: float
-    after: float
-
-
-@lru_cache
-def mean_scale(world: int, dtype: torch.dtype, divide_by: float | None = None) -> Scale:
-    """Factors that make a mean over `world` ranks, or a division by `divide_by`."""
-    factor = float(world) if divide_by is None else float(divide_by)
-    if dtype != torch.float16:
-        return Scale(1.0, 1.0 / factor)
-    before = 1.0
-    while factor % (before * 2) == 0 and before * 2 <= factor / (before * 2):
-        before *= 2
-    return Scale(1.0 / before, before / factor)
 
 
 def plain(grad: torch.Tensor) -> torch.Tensor:
@@ -77,7 +54,6 @@ class BucketGrads:
         self.tally = Tally()
         self.arrived = 0  # mask of parameters whose gradient is in the buffer
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
-        self.tree: TreeSum | None = None  # sums of a reproducible step, see `sum_order`
         self.arrivals = Arrivals(state)
         self._is_complex = state.layout.is_complex
         self.takes_plain_gradients = all(p.spread.whole is None for p in state.params)
@@ -218,7 +194,7 @@ class BucketGrads:
         """An exception ended the backward: what was collected is not reduced."""
         if self.buffer is not None:
             self.buffer.discard()
-        self.buffer = self.out = self.tree = None
+        self.buffer = self.out = None
         self.arrived = 0
         self.tally.clear()
 

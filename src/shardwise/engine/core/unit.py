@@ -39,8 +39,8 @@ from shardwise.engine.core.home import Home
 from shardwise.engine.core.kept_forms import KeptForms, renew
 from shardwise.engine.core.parameter import ShardedParam, Slot
 from shardwise.engine.core.regroup import Regrouped
+from shardwise.engine.core.route import USUAL, Route
 from shardwise.engine.core.unit_gradients import UnitGradients, settle_by
-from shardwise.engine.reproducible.order import SumOrder
 from shardwise.engine.tensor.shard_tensor import Mark
 from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
@@ -96,7 +96,7 @@ class Unit(UnitGradients):
         self.divide_by: float | None = None
         self.has_own_factor = False  # given to this unit, not to one above
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.sum_order: SumOrder | None = None  # set while a reproducible run is on
+        self.route: Route = USUAL
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.set_prefetch(None)
@@ -271,8 +271,7 @@ class Unit(UnitGradients):
             self.settle_partials()  # what was added up lies in the old layout
         if self.is_held:
             self.reshard()
-        if self.sum_order is not None:
-            self.sum_order.fail()  # what a step has collected does not fit the new layout
+        self.route.failed()  # what it has collected does not fit the new layout
         self.mark.count += 1
         self.mark.moved = False
         self._regrouped = None
@@ -628,8 +627,7 @@ class Unit(UnitGradients):
         """An exception ended a pass: back to rest, without what it collected. `keep`: copies that
         other ranks keep too, who know nothing of it.
         """
-        if self.sum_order is not None:
-            self.sum_order.fail()
+        self.route.failed()
         for grads in self.grads:
             grads.discard()
         for param in self.params:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.comm.phases import Wire, phase_on
-from shardwise.engine.core.gradients import BucketGrads, Reduction, Scale, mean_scale
-from shardwise.engine.reproducible.order import SumOrder, issue_in_order
+from shardwise.engine.core.gradients import BucketGrads, Reduction
+from shardwise.engine.core.route import Route, Scale
 
 if TYPE_CHECKING:
     from shardwise.comm.streams import Streams
@@ -38,7 +38,7 @@ class UnitGradients:
     requires_sync: bool
     requires_all_reduce: bool
     divide_by: float | None
-    sum_order: SumOrder | None
+    route: Route
 
     @property
     def has_frozen(self) -> bool:
@@ -69,21 +69,13 @@ class UnitGradients:
         grad = param.spread.own_gradient(param.name, grad)
         grads.tally.told |= 1 << index
         grads.tally.num_told += 1
-        share = self.context.share
-        if share != 1.0:
-            return self._arrived_in_join(grads, index, grad, share)
-        if not self.requires_sync:
-            grads.accumulate(index, grad)
-            return False
-        if grads.buffer is None:
-            grads.open(self.scale(grads.state))
-        grads.put(index, grad)
-        return self.has_all_gradients
+        self.route.take(self, grads, index, grad)
+        return self.requires_sync and self.has_all_gradients
 
     @property
     def takes_plain_gradients(self) -> bool:
         """Gradients go into a reduction as they are."""
-        return self.requires_sync and self.context.share == 1.0 and not torch.is_grad_enabled()
+        return self.requires_sync and self.route.is_usual and not torch.is_grad_enabled()
 
     def collect(self) -> bool:
         """Take in gradients of small parameters that nobody was told of. True when the unit has all
@@ -97,25 +89,6 @@ class UnitGradients:
         """Those of all trainable parameters have arrived."""
         return all(map(_is_complete, self.grads))
 
-    def _arrived_in_join(
-        self, grads: BucketGrads, index: int, grad: torch.Tensor, share: float
-    ) -> bool:
-        """Ranks have run out of data (see `join`): a shadow's gradients count as absent, those of
-        the others weigh more.
-        """
-        counts_tokens = self.context.num_tokens is not None  # they weigh by tokens already
-        if not self.requires_sync:
-            weighted = grad if counts_tokens else grad * share
-            grads.accumulate(index, weighted if share else torch.zeros_like(grad))
-            return False
-        if grads.buffer is None:
-            grads.open(self.scale(grads.state))
-        if share:
-            grads.put(index, grad if counts_tokens else grad * share)
-        else:
-            grads.skip(index)
-        return self.has_all_gradients
-
     def collect_left_gradients(self) -> None:
         """Take in gradients that somebody else than autograd's accumulator put on full parameters:
         pipeline schedules that compute gradients of weights by themselves do.
@@ -126,12 +99,10 @@ class UnitGradients:
                 if grad is not None:
                     grads.tally.told |= 1 << i
                     grads.tally.num_told += 1
-                    grads.accumulate(i, grad * self.context.share)
+                    self.route.accumulate(self, grads, i, grad)
 
     def scale(self, bucket: BucketState) -> Scale:
-        return mean_scale(
-            bucket.mesh.world, bucket.layout.reduce_dtype, self.divide_by or self.context.divisor
-        )
+        return self.context.weight.scale(self, bucket)
 
     @property
     def has_unreduced(self) -> bool:
@@ -140,8 +111,7 @@ class UnitGradients:
         """
         if any(g.buffer is not None or g.has_partial for g in self.grads):
             return True
-        order = self.sum_order
-        return order is not None and order.is_last and any(g.tree is not None for g in self.grads)
+        return self.route.holds_sums(self)
 
     def issue_reductions(self) -> list[Reduction]:
         """Reduce every trainable bucket."""
@@ -149,27 +119,22 @@ class UnitGradients:
 
     def issue_reduction(self, grads: BucketGrads, *, joins: bool = False) -> Reduction:
         if not self.streams.is_async:
-            return self._issue_reduction(grads, joins)
+            return self.route.issue(self, grads, joins=joins)
         with self.streams.lane("reduce"):
-            return self._issue_reduction(grads, joins)
-
-    def _issue_reduction(self, grads: BucketGrads, joins: bool) -> Reduction:
-        if self.sum_order is not None:
-            return issue_in_order(self.sum_order, grads, joins=joins)
-        return grads.issue(self.scale(grads.state), self.requires_all_reduce, joins=joins)
+            return self.route.issue(self, grads, joins=joins)
 
     def settle_partials(self) -> None:
         """Reduce partial gradients now, because somebody reads them (clipping, a step inside
         `no_sync`).
         """
         with torch.no_grad(), phase_on(self.wires, "settle", self.name):
-            self.context.divisor = self.context.total_tokens()
+            self.context.weigh()
             waiting = [g for g in self.grads if g.has_partial]
             for reduction in [g.issue(self.scale(g.state), True) for g in waiting]:
                 reduction.finish(run_hooks=False)
             for grads in waiting:
                 grads.tally.clear()
-            self.context.divisor = None
+            self.context.weight.count = None
 
 
 def settle_by(ref: Callable[[], UnitGradients | None]) -> None:

@@ -16,19 +16,28 @@ import torch
 
 from shardwise.comm.tree_sum import TreeSum, TreeTransport
 from shardwise.engine.core.bucket import BucketState
-from shardwise.engine.core.gradients import BucketGrads, Reduction, Scale
+from shardwise.engine.core.gradients import BucketGrads, Reduction
 from shardwise.engine.core.parameter import ShardedParam
+from shardwise.engine.core.route import Route, Scale
 from shardwise.errors import EngineError
 from shardwise.layout.tree import Holdings, Schedule
 
 if TYPE_CHECKING:
     from shardwise.engine.core.unit import Unit
+    from shardwise.engine.core.unit_gradients import UnitGradients
 
 _UNSCALED = Scale(1.0, 1.0)
 
 
-class SumOrder:
-    """Where a step is: its schedule, and the round that runs now."""
+class SumOrder(Route):
+    """Where a step is: its schedule, and the round that runs now. The route of all its units."""
+
+    is_usual = False
+    refuses_counts = (
+        "global_mean() in a reproducible run: gradients are the mean over micro-batches there, "
+        "each with the weight 1; let each micro-batch hold equally many tokens and call "
+        "backward() on its mean"
+    )
 
     def __init__(self, units: list[Unit], schedule: Schedule, replica: int, shard: int) -> None:
         self._units = [weakref.ref(u) for u in units]
@@ -37,6 +46,7 @@ class SumOrder:
         self.round = -1  # outside of a step
         self.reduced: set[int] = set()  # ids of the BucketGrads that were issued in this round
         self.is_broken = False
+        self._trees: weakref.WeakKeyDictionary[BucketGrads, TreeSum] = weakref.WeakKeyDictionary()
 
     @property
     def is_running(self) -> bool:
@@ -94,9 +104,43 @@ class SumOrder:
     def end_step(self) -> None:
         self.round = -1
 
-    def fail(self) -> None:
-        """An exception ended a pass: the sums of this step are incomplete."""
+    def failed(self) -> None:
         self.is_broken = self.is_running
+
+    def drop_sums(self) -> None:
+        """Whatever a step has left."""
+        self._trees.clear()
+
+    def holds_sums(self, unit: UnitGradients) -> bool:
+        return self.is_last and any(grads in self._trees for grads in unit.grads)
+
+    def issue(self, unit: UnitGradients, grads: BucketGrads, *, joins: bool) -> OrderedReduction:
+        """The reduction of what a bucket collected in this round."""
+        state = grads.state
+        self.admit(grads)
+        buffer, out, layout, had = grads.take(_UNSCALED, joins=joins)
+        assert state.bucket is not None
+        tree = self._trees.get(grads)
+        if tree is None:
+            holdings, replica = self.holdings(state)
+            tree = self._trees[grads] = TreeSum(layout, state.mesh.shard.rank, holdings, replica)
+        elif tree.layout is not layout:
+            raise EngineError(
+                f"{state.name}: requires_grad changed between the micro-batches of a step; change "
+                "it between steps"
+            )
+        if self.is_last:
+            del self._trees[grads]  # a later step begins anew, whatever becomes of this one
+        # A spare pass says nothing about who has a gradient: the counts do.
+        had = tuple(has and self.leaf is not None for has in had)
+        transport = state.transport
+        assert isinstance(transport, TreeTransport), "checked when the run began"
+        handle = transport.collect(state.bucket, buffer, out, tree, self.leaves(state))
+        reduction = OrderedReduction(grads, handle, out, layout, had, self.is_last)
+        reduction.tree, reduction.num_leaves = tree, self.schedule.num_micro_batches
+        if self.is_last and layout.world == 1:
+            reduction.start_all_reduce()  # nothing to wait for before
+        return reduction
 
     def admit(self, grads: BucketGrads) -> None:
         """A backward reduces now: is it one that the run knows of?"""
@@ -106,11 +150,6 @@ class SumOrder:
                 f"{unit_name}: a backward outside of run.micro_batches(step), in a reproducible "
                 "run; its gradients have no place in the sum. Compute losses inside the loop over "
                 "micro-batches, or leave the `with reproducible(...)` block before"
-            )
-        if grads.state.unit().context.share != 1.0:
-            raise EngineError(
-                f"{unit_name}: join() in a reproducible run; the run itself sees to ranks that "
-                "have fewer micro-batches than others"
             )
         if self.is_broken:
             raise EngineError(
@@ -133,33 +172,6 @@ def order_of(p: torch.Tensor) -> SumOrder | None:
     return mark.sum_order if mark is not None else None
 
 
-def issue_in_order(order: SumOrder, grads: BucketGrads, *, joins: bool) -> OrderedReduction:
-    """The reduction of what a bucket collected in this round."""
-    state = grads.state
-    order.admit(grads)
-    buffer, out, layout, had = grads.take(_UNSCALED, joins=joins)
-    assert state.bucket is not None
-    if grads.tree is None:
-        holdings, replica = order.holdings(state)
-        grads.tree = TreeSum(layout, state.mesh.shard.rank, holdings, replica)
-    elif grads.tree.layout is not layout:
-        raise EngineError(
-            f"{state.name}: requires_grad changed between the micro-batches of a step; change it "
-            "between steps"
-        )
-    # A spare pass says nothing about who has a gradient: the counts do.
-    had = tuple(has and order.leaf is not None for has in had)
-    transport = state.transport
-    assert isinstance(transport, TreeTransport), "checked when the run began"
-    leaves = order.leaves(state)
-    handle = transport.collect(state.bucket, buffer, out, grads.tree, leaves)
-    reduction = OrderedReduction(grads, handle, out, layout, had, order.is_last)
-    reduction.tree, reduction.num_leaves = grads.tree, order.schedule.num_micro_batches
-    if order.is_last and layout.world == 1:
-        reduction.start_all_reduce()  # nothing to wait for before
-    return reduction
-
-
 @dataclass(slots=True)
 class OrderedReduction(Reduction):
     """One round of a bucket on its way; the last one also completes and delivers."""
@@ -171,7 +183,6 @@ class OrderedReduction(Reduction):
         state = self.grads.state
         assert state.bucket is not None and self.tree is not None
         assert isinstance(state.transport, TreeTransport)
-        self.grads.tree = None  # a later step begins anew, whatever becomes of this one
         self.over_replicas = state.transport.complete(state.bucket, self.tree)
 
     def finish(self, *, run_hooks: bool = True) -> None:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from shardwise.comm.board import all_reduce
+from shardwise.engine.core.route import USUAL
 from shardwise.engine.core.state import sharded_units
 from shardwise.engine.reproducible.checks import check_run, written_buffers
 from shardwise.engine.reproducible.order import SumOrder
@@ -84,7 +85,7 @@ class ReproducibleRun:
         self._deterministic = set_deterministic()  # may refuse: before a unit is in the run
         self._order = SumOrder(units, schedule, mesh.replicate.rank, mesh.shard.rank)
         for unit in units:
-            unit.sum_order = unit.mark.sum_order = self._order
+            unit.route = unit.mark.sum_order = self._order
         return self
 
     def __exit__(
@@ -94,18 +95,12 @@ class ReproducibleRun:
         where: TracebackType | None,
     ) -> None:
         if self._order is not None:
-            self._drop_sums(self._order)
+            self._order.drop_sums()
             for unit in self._order.units:
-                unit.sum_order = unit.mark.sum_order = None
+                unit.route, unit.mark.sum_order = USUAL, None
         self._order = None
         if self._deterministic is not None:
             restore_deterministic(self._deterministic)
-
-    @staticmethod
-    def _drop_sums(order: SumOrder) -> None:
-        for unit in order.units:
-            for grads in unit.grads:
-                grads.tree = None
 
     # -- a step ----------------------------------------------------------------------------------
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
@@ -137,7 +132,7 @@ class ReproducibleRun:
         for context in dict.fromkeys(c for u in order.units if (c := u.context) is not None):
             if context.backward is not None:
                 context.abandon()
-        self._drop_sums(order)
+        order.drop_sums()
 
     def _check_round(
         self, order: SumOrder, micro: MicroBatch, before: dict[str, tuple[int, int]]

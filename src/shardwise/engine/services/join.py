@@ -22,16 +22,55 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
 import torch.nn as nn
 
 from shardwise.comm.phases import Wire, phase_on
 from shardwise.engine.core.context import Context
+from shardwise.engine.core.gradients import BucketGrads
+from shardwise.engine.core.route import USUAL, Route
 from shardwise.engine.core.state import sharded_units, units_in
+from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.unit_gradients import UnitGradients
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.module import adopt_if_new
+from shardwise.errors import EngineError
 
 T = TypeVar("T")
 _MISSING: Any = object()
+
+
+class _Shares(Route):
+    """Ranks have run out of data: a shadow's gradients count as absent, those of the others weigh
+    more; where tokens are counted, they weigh by these already.
+    """
+
+    is_usual = False
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self.counts = bool(share)
+
+    def take(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
+        if not unit.requires_sync:
+            self.accumulate(unit, grads, index, grad)
+            return
+        if grads.buffer is None:
+            grads.open(unit.scale(grads.state))
+        if self.counts:
+            grads.put(index, self._weighted(unit, grad))
+        else:
+            grads.skip(index)
+
+    def accumulate(
+        self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor
+    ) -> None:
+        grads.accumulate(index, self._weighted(unit, grad))
+
+    def _weighted(self, unit: UnitGradients, grad: torch.Tensor) -> torch.Tensor:
+        if not self.counts:
+            return torch.zeros_like(grad)
+        return grad if unit.context.weight.is_counted else grad * self._share
 
 
 class Join(Generic[T]):
@@ -69,13 +108,28 @@ class Join(Generic[T]):
                 yield self._last
         finally:
             self.is_shadow = False
-            for context in self._contexts:
-                context.share = 1.0
+            self._set_route(USUAL)
 
     def _weigh(self) -> None:
+        if self.num_contributing == self._mesh.world:
+            self._set_route(USUAL)
+            return
+        for unit in self._units():  # on all ranks, whether this one has a batch or not
+            if not isinstance(unit.route, _Shares) and unit.route is not USUAL:
+                raise EngineError(
+                    f"{unit.name}: join() in a reproducible run; the run itself sees to ranks that "
+                    "have fewer micro-batches than others"
+                )
         share = 1.0 if self._divides_by_all else self._mesh.world / self.num_contributing
-        for context in self._contexts:
-            context.share = 0.0 if self.is_shadow else share
+        self._set_route(_Shares(0.0 if self.is_shadow else share))
+
+    def _set_route(self, route: Route) -> None:
+        for unit in self._units():
+            if unit.route is USUAL or isinstance(unit.route, _Shares):
+                unit.route = route
+
+    def _units(self) -> list[Unit]:
+        return [unit for context in self._contexts for unit in context.units]
 
     def _exchange(self, has: bool) -> list[bool]:
         """Who has a batch, by rank of the mesh. Raises on all ranks when one never had any."""

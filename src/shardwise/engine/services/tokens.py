@@ -15,11 +15,19 @@ torchtitan's scaling by global valid tokens; both leave the arithmetic to the us
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise._torch_compat import at_end_of_backward, graph_task
+from shardwise.comm.board import wait_for
+from shardwise.errors import EngineError
+
+if TYPE_CHECKING:
+    from shardwise.engine.core.backward import BackwardPass
+    from shardwise.engine.core.context import Context
+    from shardwise.engine.core.unit import Unit
 
 _COUNTS: dict[int, float] = {}  # graph task -> tokens behind its loss
 
@@ -72,3 +80,68 @@ def count_of_backward() -> float | None:
     """Tokens behind the loss of the backward that runs now; None when it does not count."""
     task = graph_task()
     return _COUNTS.get(task) if task is not None else None
+
+
+class Tokens:
+    """Listens: adds up the tokens behind the losses of an accumulation, and lets the backward that
+    reduces divide by those of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens: float | None = None  # since the last reduction; None: losses are means
+        self._is_accumulating = False  # a backward without sync has left partial gradients
+
+    def before_backward(self, backward: BackwardPass) -> None:
+        """Add the tokens of this backward; when it reduces, agree on the total."""
+        if graph_task() is None:
+            return  # partial gradients are reduced without a backward, see `weighing`
+        context = backward.context
+        count, units = count_of_backward(), context.units
+        if self._is_accumulating and (count is None) != (self._num_tokens is None):
+            raise EngineError(
+                "micro-batches with and without global_mean() are mixed in one accumulation; use "
+                "it for all micro-batches of a step, or for none"
+            )
+        if count is not None:
+            _check_weights(units)
+            if not all(unit.route.counts for unit in units):
+                count = 0.0
+        self._num_tokens = None if count is None else (self._num_tokens or 0.0) + count
+        self._is_accumulating = True
+        context.weight.is_counted = count is not None
+        if any(unit.requires_sync for unit in units):
+            self.weighing(context)
+
+    def weighing(self, context: Context) -> None:
+        """The total over all ranks since the last reduction: a small all-reduce."""
+        if self._num_tokens is None:
+            return
+        mesh = context.units[0].mesh
+        total = torch.tensor([self._num_tokens], dtype=torch.float64, device=mesh.device)
+        for axis in (mesh.shard, mesh.replicate):
+            if axis.size > 1:
+                work = dist.all_reduce(total, group=axis.group, async_op=True)
+                wait_for(work, "all_reduce of the number of tokens")
+        context.weight.count = max(total.item(), 1.0)
+
+    def after_backward(self, context: Context) -> None:
+        """A reduction starts the count anew."""
+        if any(unit.requires_sync for unit in context.units):
+            self.failed(context)
+        context.weight.count = None
+
+    def failed(self, context: Context) -> None:
+        self._num_tokens, self._is_accumulating = None, False
+        context.weight.count, context.weight.is_counted = None, False
+
+
+def _check_weights(units: list[Unit]) -> None:
+    for unit in units:
+        if unit.route.refuses_counts:
+            raise EngineError(unit.route.refuses_counts)
+        if unit.divide_by is not None:
+            raise EngineError(
+                f"{unit.name}: global_mean() divides its gradients by the number of tokens, and "
+                f"set_gradient_divide_factor({unit.divide_by:g}) by another number; use one of the "
+                "two"
+            )
