@@ -10,7 +10,7 @@ import pytest
 
 PROBE = """
 import torch
-from shardwise.engine.core.warm_pages import keep_pages_warm
+from shardwise.engine.services.warm_pages import keep_pages_warm
 print(keep_pages_warm(torch.device("meta")), keep_pages_warm(torch.device("cpu")))
 """
 

@@ -15,15 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.choose import open_transport
 from shardwise.comm.streams import streams_for
 from shardwise.comm.transport import Transport
-from shardwise.engine.core.backward_start import watch_backwards
 from shardwise.engine.core.build import Found, Plan, find_params, move_buffers, own_modules
 from shardwise.engine.core.context import Context
-from shardwise.engine.core.kept_forms import watch_forms
 from shardwise.engine.core.state import ModuleState, unit_of
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.core.warm_pages import keep_pages_warm
 from shardwise.engine.guards.audit import synchronize
+from shardwise.engine.guards.backwards import watch_backwards
 from shardwise.engine.guards.changes import watch_registrations
+from shardwise.engine.guards.forms import watch_forms
 from shardwise.engine.guards.optimizers import watch_optimizers
 from shardwise.engine.mesh.axes import (
     ShardMesh,
@@ -35,6 +34,7 @@ from shardwise.engine.mesh.axes import (
 from shardwise.engine.mesh.placing import PlacementFn, Placer
 from shardwise.engine.module import FSDPModule, swap_class
 from shardwise.engine.rings import register_rings
+from shardwise.engine.services.warm_pages import keep_pages_warm
 from shardwise.errors import UsageError
 from shardwise.layout import (
     DataParallelMeshDims,

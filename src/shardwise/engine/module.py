@@ -26,7 +26,6 @@ from shardwise._torch_compat import (
 from shardwise.engine.core.build import own_modules
 from shardwise.engine.core.call import run as run_call
 from shardwise.engine.core.context import Context
-from shardwise.engine.core.kept_forms import watch_forms
 from shardwise.engine.core.state import (
     STATE,
     ModuleState,
@@ -44,6 +43,7 @@ from shardwise.engine.guards.audit import (
     tell_ignored,
 )
 from shardwise.engine.guards.changes import REGISTRATIONS, check_nothing_added, take_in_changes
+from shardwise.engine.guards.forms import forget_forms, watch_forms
 from shardwise.engine.guards.optimizers import repoint_all
 from shardwise.engine.guards.views import watch_attributes
 from shardwise.engine.services.copies import copy_attributes, copy_unit
@@ -320,7 +320,7 @@ def _watch_attributes(below: list[tuple[str, nn.Module, ModuleState]]) -> None:
         modules.setdefault(state.unit, []).extend((n.removesuffix("."), m) for n, m in own)
     for unit, named in modules.items():
         watch_attributes(unit, named)
-        unit.kept_forms.clear()
+        forget_forms(unit)
     watch_forms(below[0][1].modules())  # the root's
 
 

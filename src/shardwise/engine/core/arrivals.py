@@ -9,7 +9,7 @@
 `watch` also sees to it that all forms of a parameter agree on `requires_grad`. Users set it on the
 form that modules hold, which is the shard or the full parameter, before a forward or behind it: the
 form that has changed since they were last looked at wins. They are looked at before each use and
-before each backward (`backward_start`), so that autograd finds what a plain model would show it.
+before each backward (`guards.backwards`), so that autograd finds what a plain model would show it.
 
 Hooks are quiet only between a unit's first sign of a backward and the end of that backward, so a
 gradient that comes without any other sign is always heard. Autograd fills an accumulator once for

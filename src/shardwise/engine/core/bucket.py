@@ -392,6 +392,14 @@ def own_storage(part: torch.Tensor) -> torch.Tensor:
     return flat.view(part.dtype).view(part.shape)
 
 
+def lies_over(tensor: torch.Tensor, addresses: set[int]) -> bool:
+    """Whether a tensor's memory begins at one of the addresses."""
+    try:
+        return tensor.untyped_storage().data_ptr() in addresses
+    except (NotImplementedError, RuntimeError):  # meta, sparse, subclasses without storage
+        return False
+
+
 def own_part(param: ShardedParam, origin: torch.Tensor) -> torch.Tensor:
     """This rank's rows of `origin`, which is whole, in the gathered form, or sharded alike
     already.

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from shardwise._torch_compat import graph_task_id
+from shardwise.engine.core.bucket import lies_over
 from shardwise.engine.core.context import Call, Context, watch_output
-from shardwise.engine.core.kept_forms import over
 from shardwise.engine.core.state import Around
 from shardwise.engine.core.unit import Unit
 
@@ -100,7 +100,7 @@ def _without_parameters(unit: Unit, out: Any) -> Any:
     if isinstance(out, torch.Tensor) and not out.is_leaf and out._base is None:
         return out  # computed, as usual
     addresses = unit.addresses()
-    return map_tensors(out, lambda t: t.clone() if over(t, addresses) else t)
+    return map_tensors(out, lambda t: t.clone() if lies_over(t, addresses) else t)
 
 
 def _watch_inputs(context: Context, call: Call, args: Any, kwargs: Any) -> None:

@@ -36,7 +36,6 @@ from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_t
 from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import guests_of, take_back
 from shardwise.engine.core.home import Home
-from shardwise.engine.core.kept_forms import KeptForms, renew
 from shardwise.engine.core.parameter import ShardedParam, Slot
 from shardwise.engine.core.regroup import Regrouped
 from shardwise.engine.core.route import USUAL, Route
@@ -80,7 +79,7 @@ class Unit(UnitGradients):
         self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
         self._regrouped: Regrouped | None = None
-        self.kept_forms: KeptForms = {}
+        self.when_shown: list[Callable[[], None]] = []  # modules hold another form now
         self.custom_comms: dict[str, Any] = {}  # the user's "all_gather", "reduce_scatter"
         self._build(found)
         self.context: Context  # set when a context takes the unit in
@@ -439,8 +438,8 @@ class Unit(UnitGradients):
         self.shows_shards = False
         for bucket in self.buckets:
             bucket.register_full()
-        if self.kept_forms:
-            renew(self.kept_forms)
+        for tell in self.when_shown:
+            tell()
 
     def _make_usable(self) -> None:
         """Gathered, complete, and registered."""
@@ -454,8 +453,8 @@ class Unit(UnitGradients):
         self.shows_shards = True
         for bucket in self.buckets:
             bucket.register_sharded()
-        if self.kept_forms:
-            renew(self.kept_forms)
+        for tell in self.when_shown:
+            tell()
 
     def reshard(self, after: str = "") -> None:
         """Register the shards and release the full copy."""
@@ -572,7 +571,8 @@ class Unit(UnitGradients):
         self.reshard()
         self._regrouped.register()
         self.shows_shards = False
-        renew(self.kept_forms)
+        for tell in self.when_shown:
+            tell()
 
     def _check_unwritten(self) -> None:
         """What somebody wrote into a gathered copy is lost with it: say so while it is there."""

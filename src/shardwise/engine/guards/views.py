@@ -22,8 +22,8 @@ from collections.abc import Iterable
 
 import torch.nn as nn
 
-from shardwise.engine.core import kept_forms
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.guards import forms
 from shardwise.errors import EngineError
 
 _ATTRIBUTES: weakref.WeakKeyDictionary[Unit, Attributes] = weakref.WeakKeyDictionary()
@@ -86,11 +86,11 @@ class Attributes:
         """
         for where, ref, key in self._suspects:
             module = ref()
-            found = 0 if module is None else kept_forms.over(module.__dict__.get(key), storages)
-            if found == kept_forms.VIEW:
+            found = 0 if module is None else forms.over(module.__dict__.get(key), storages)
+            if found == forms.VIEW:
                 return where
-            if found == kept_forms.FORM and module is not None:
-                kept_forms.watch_form(module, key)
+            if found == forms.FORM and module is not None:
+                forms.watch_form(module, key)
         return None
 
     def watch_forms(self) -> None:
@@ -98,7 +98,7 @@ class Attributes:
         for _, ref, key in self._suspects:
             module = ref()
             if module is not None and module.__dict__.get(key) is not None:
-                kept_forms.watch_form(module, key)
+                forms.watch_form(module, key)
 
     def _look_anew(self, num_names: int) -> None:
         self._num_names = num_names
@@ -108,6 +108,6 @@ class Attributes:
             if module is None:
                 continue
             for key, value in vars(module).items():
-                if kept_forms.is_users(key) and (value is None or kept_forms.could_hold(value)):
+                if forms.is_users(key) and (value is None or forms.could_hold(value)):
                     where = f"{name}.{key}" if name else key
                     self._suspects.append((where, ref, key))

@@ -20,7 +20,9 @@ import torch
 import torch.nn as nn
 
 from shardwise._torch_compat import REGISTRY_KEY
+from shardwise.engine.core.bucket import lies_over
 from shardwise.engine.core.parameter import ShardedParam, home_of
+from shardwise.engine.core.unit import Unit
 
 OWN_NAMES = frozenset(vars(nn.Module()))  # that every module has
 CONTAINERS = (list, tuple, dict, set, deque, types.SimpleNamespace)
@@ -29,15 +31,27 @@ _DEPTH = 3  # of containers in containers
 _MANY = 64  # entries of a container are not looked at in each step
 
 
-KeptForms = dict[tuple[int, str], weakref.ref[nn.Module]]  # by module and attribute
+class _KeptForms:
+    """The attributes, by module and name, in which forms of a unit's parameters are kept."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, str], weakref.ref[nn.Module]] = {}
+
+    def renew(self) -> None:
+        """Let them show what is registered now."""
+        for (_, key), ref in list(self.places.items()):
+            module = ref()
+            if module is not None and key in module.__dict__:
+                module.__dict__[key] = _renewed(module.__dict__[key])
 
 
-def renew(kept: KeptForms) -> None:
-    """Let attributes show what is registered now."""
-    for (_, key), ref in list(kept.items()):
-        module = ref()
-        if module is not None and key in module.__dict__:
-            module.__dict__[key] = _renewed(module.__dict__[key])
+_KEPT: weakref.WeakKeyDictionary[Unit, _KeptForms] = weakref.WeakKeyDictionary()
+
+
+def forget_forms(unit: Unit) -> None:
+    """They are looked for anew."""
+    if unit in _KEPT:
+        unit.when_shown.remove(_KEPT.pop(unit).renew)
 
 
 def watch_forms(modules: Iterable[nn.Module]) -> None:
@@ -52,7 +66,10 @@ def watch_form(module: nn.Module, key: str) -> None:
     """The same for one attribute."""
     homes = list(_homes_in(module.__dict__[key]))
     for unit in {id(u): u for home in homes if (u := home.unit()) is not None}.values():
-        unit.kept_forms[id(module), key] = weakref.ref(module)
+        if unit not in _KEPT:
+            _KEPT[unit] = _KeptForms()
+            unit.when_shown.append(_KEPT[unit].renew)
+        _KEPT[unit].places[id(module), key] = weakref.ref(module)
     if homes:
         module.__dict__[key] = _renewed(module.__dict__[key])
 
@@ -122,10 +139,7 @@ def over(value: Any, storages: set[int], depth: int = 0) -> int:
     if value is None:
         return 0
     if isinstance(value, torch.Tensor):
-        try:
-            if value.untyped_storage().data_ptr() not in storages:
-                return 0
-        except (NotImplementedError, RuntimeError):  # meta, sparse, subclasses without storage
+        if not lies_over(value, storages):
             return 0
         home = home_of(value)
         return FORM if home is not None and home.is_form(value) else VIEW
