@@ -39,6 +39,7 @@ from shardwise.comm.c10d.order import OrderCheck
 from shardwise.comm.transport import Position
 from shardwise.engine.core.state import unit_of
 from shardwise.engine.guards.ledger import check_units
+from shardwise.engine.guards.views import Views
 
 NUM_UNITS = 48
 WORLD = 8
@@ -128,10 +129,11 @@ def time_guards(model: Any) -> dict[str, float]:
     state, tally = grads.state, grads.tally
     found = {"modules hold what the engine knows, 1x": call_us(unit.is_registered)}
     unit.unshard()
-    unit.wait_unshard()
+    unit.copy.wait()
     found["gathered copies were not written, 2x"] = 2 * call_us(unit._check_unwritten)
+    views = Views()
     found["views that user code keeps, 1 look and 6 counts"] = call_us(
-        unit._check_kept_views
+        lambda: views.releasing(unit)
     ) + 6 * call_us(lambda: storage_uses(state.storage))
     versions = state._versions
     found["version counters of released memory, 4x"] = 4 * call_us(

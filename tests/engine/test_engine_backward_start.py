@@ -236,7 +236,7 @@ def test_what_a_unit_kept_as_input_of_another(rank: int, world: int) -> None:
         plain, model = both(setting, world, Skipping)
         loss_of(plain(batch(plain, 0, 0))).backward()
         loss = loss_of(model(batch(plain, 0, 0)))
-        if model.layers[0]._shardwise_state.unit.is_held:
+        if model.layers[0]._shardwise_state.unit.copy.is_there:
             loss.backward()
             same_gradients(plain, model, str(setting))
             continue

@@ -96,7 +96,7 @@ def test_ranks_generate_unequal_lengths(rank: int, world: int, how: str, transpo
         ask_to_keep(model, how)
         generate(model, plain, lengths[rank], inference=rank == 1)
         for unit in units_in(model):
-            assert unit.is_held, "kept"
+            assert unit.copy.is_there, "kept"
         train((model, plain), optimizers, rank, world)
         alike(model, plain)
         with torch.no_grad():
@@ -203,16 +203,16 @@ def test_copies_go_when_nobody_asks_for_them_any_more(
     model = sharded(plain, "unshard", mesh=line(world), transport=transport)
     units = units_in(model)
     generate(model, plain, 1)
-    assert not any(u.is_held for u in units if u.transports), "also the root's own"
+    assert not any(u.copy.is_there for u in units if u.transports), "also the root's own"
     layer = model.layers[1]
     layer.unshard()
     generate(model, plain, 2)
-    assert unit_of(layer).is_held and layer.weight.shape == (8, 8)
+    assert unit_of(layer).copy.is_there and layer.weight.shape == (8, 8)
     layer.reshard()
     generate(model, plain, 1)
-    assert not unit_of(layer).is_held
+    assert not unit_of(layer).copy.is_there
     layer.unshard()
     model(torch.ones(2, 8)).sum().backward()
-    assert not unit_of(layer).is_held
+    assert not unit_of(layer).copy.is_there
     generate(model, plain, 1)
-    assert not unit_of(layer).is_held
+    assert not unit_of(layer).copy.is_there

@@ -137,7 +137,7 @@ class Arrivals:
         grads.tally.told |= told
         grads.tally.num_told += len(arrived)
         if grads.buffer is None:
-            grads.open(unit.scale(self._state))
+            grads.open(unit.context.weight.scale(unit, self._state))
         grads.put_all(arrived)
         return grads.is_complete
 

@@ -18,18 +18,22 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise._torch_compat import at_end_of_backward, graph_task, graph_task_id
 from shardwise.comm.transport import Position, is_unordered, missing_of
+from shardwise.engine.core.copy import GRAPH
 from shardwise.engine.core.gradients import BucketGrads, Reduction
 from shardwise.engine.core.unit import Unit
 from shardwise.errors import DivergenceError
 
 if TYPE_CHECKING:
     from shardwise.engine.core.context import Context
+
+_buffer = attrgetter("buffer")  # asked of all buckets by one `map`, which stays in C
 
 MAX_REDUCTIONS_IN_FLIGHT = 2  # where they run beside computing
 
@@ -65,7 +69,8 @@ class BackwardPass:
         """The gradient of an output of `unit` is complete."""
         if torch.is_grad_enabled():
             # create_graph: the graph under construction saves the full parameters.
-            unit.in_double_backward = self.creates_graph = True
+            self.creates_graph = True
+            unit.copy.holds |= GRAPH
         self._collect_of_all_but(unit)
         if unit not in self.touched:
             self.touched[unit] = None
@@ -88,7 +93,7 @@ class BackwardPass:
         Another call may be: of another module of a list, or of the same one in a chain.
         """
         self._collect(unit)
-        if unit.in_double_backward or unit.open_calls:
+        if unit.copy.holds & GRAPH or unit.open_calls:
             return
         if unit.borrowers and any(u in self.touched for u in unit.open_borrowers):
             return  # one that is under way around this unit, or beside it, still needs it
@@ -103,7 +108,7 @@ class BackwardPass:
         """All gradients of a unit have arrived."""
         self._be_heard(unit)
         self._complete.add(unit)
-        if not unit.has_frozen and not unit.in_double_backward:
+        if not unit.has_frozen and not unit.copy.holds & GRAPH:
             self._done_with.append(unit)
         self._issue_ready()
 
@@ -225,8 +230,8 @@ class BackwardPass:
         for unit in self.context.units:
             unit.num_uses = 0
             if not self.creates_graph:
-                unit.in_double_backward = False
-            if unit.is_held or unit in self.touched or not unit.shows_shards:
+                unit.copy.holds &= ~GRAPH
+            if unit.copy.is_there or unit in self.touched or not unit.copy.shows_shards:
                 unit.rest_after_backward()
 
     def flush(self) -> None:
@@ -251,7 +256,7 @@ class BackwardPass:
         if not unit.requires_sync:
             return
         if unit in self._issued:  # what it keeps for a later all-reduce is not collected anew
-            needed = any(g.buffer is not None for g in unit.grads)
+            needed = any(map(_buffer, unit.grads))
         else:
             needed = unit in self.touched or unit.has_unreduced
         if needed:

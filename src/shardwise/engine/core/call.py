@@ -22,6 +22,7 @@ import torch
 from shardwise._torch_compat import graph_task_id
 from shardwise.engine.core.bucket import lies_over
 from shardwise.engine.core.context import Call, Context, watch_output
+from shardwise.engine.core.copy import UNSEEN
 from shardwise.engine.core.state import Around
 from shardwise.engine.core.unit import Unit
 
@@ -62,7 +63,9 @@ def run(
         out = _without_parameters(unit, out)
         if call is not None:
             watched = _watch_outputs(context, call, out)
-            unit.hides_outputs = not watched and may_hide_tensors(out)
+            unit.copy.holds &= ~UNSEEN
+            if not watched and may_hide_tensors(out):
+                unit.copy.holds |= UNSEEN
             if watched and not in_backward:
                 for tell in context.moments.computed:
                     tell(unit)

@@ -25,6 +25,7 @@ from shardwise._torch_compat import graph_task
 from shardwise.comm.phases import Entered, Wire, abandon_phases, enter_all, leave_all
 from shardwise.comm.transport import WITHOUT_GRADIENTS, is_unordered
 from shardwise.engine.core.backward import BackwardPass, end_now
+from shardwise.engine.core.copy import WISH
 from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import end_of_call
 from shardwise.engine.core.home import bring_up_to_date
@@ -156,14 +157,15 @@ class Context:
             unit
             for unit in self.units
             if unit.transports
-            and unit.needs_gather
+            and unit.copy.needs_gather
             and (unit.keeps_between_steps or unit.is_kept_by_wish)
             and (not has_grad or is_unordered(unit.transport))  # else all ranks run the same
         ]
         for unit in missing:
             unit.unshard()
+            unit.copy.holds |= WISH
         for unit in missing:
-            unit.wait_unshard()
+            unit.copy.wait()
 
     def fail_call(self, outermost: bool) -> None:
         """An exception passes through. The outermost call puts everything back to rest."""
@@ -198,15 +200,15 @@ class Context:
             return
         # Units that are not held count too: ranks differ in that after an exception.
         for unit in kept:
-            unit.is_stale = unit.is_behind
+            unit.copy.is_stale = unit.is_behind
         # A unit on several meshes is gathered as one: what one mesh has agreed on goes on to the
         # next.
         for transport in dict.fromkeys(t for u in kept for t in u.transports):
             units = [u for u in kept if transport in u.transports]
-            agreed = transport.agree([u.is_stale for u in units])
+            agreed = transport.agree([u.copy.is_stale for u in units])
             for unit, stale in zip(units, agreed, strict=True):
-                unit.is_stale = stale
-        bring_up_to_date(u for u in kept if u.is_stale and u.homes)
+                unit.copy.is_stale = stale
+        bring_up_to_date(u for u in kept if u.copy.is_stale and u.homes)
 
     # -- phases ----------------------------------------------------------------------------------
     def _enter(self, phase: str, name: str) -> None:

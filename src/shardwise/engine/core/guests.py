@@ -68,7 +68,7 @@ class Left:
         unit = state.unit()
         for param in state.params:
             if any(d is parameters and key == name for d, key in param.slots):
-                is_full = unit is not None and unit.is_held and not unit.shows_shards
+                is_full = unit is not None and unit.copy.is_there and not unit.copy.shows_shards
                 parameters[name] = param.full if is_full else param.sharded
 
 

@@ -58,9 +58,9 @@ class Weight:
         self.count: float | None = None
 
     def scale(self, unit: UnitGradients, bucket: BucketState) -> Scale:
-        return mean_scale(
-            bucket.mesh.world, bucket.layout.reduce_dtype, unit.divide_by or self.count
-        )
+        mesh = bucket.mesh
+        world = mesh.shard.size * mesh.replicate.size
+        return mean_scale(world, bucket.layout.reduce_dtype, unit.divide_by or self.count)
 
 
 class Route:
@@ -76,7 +76,7 @@ class Route:
             self.accumulate(unit, grads, index, grad)
             return
         if grads.buffer is None:
-            grads.open(unit.scale(grads.state))
+            grads.open(unit.context.weight.scale(unit, grads.state))
         grads.put(index, grad)
 
     def accumulate(
@@ -87,7 +87,8 @@ class Route:
 
     def issue(self, unit: UnitGradients, grads: BucketGrads, *, joins: bool) -> Reduction:
         """Reduce what a bucket has collected; `joins`: peers have some, this rank has nothing."""
-        return grads.issue(unit.scale(grads.state), unit.requires_all_reduce, joins=joins)
+        scale = unit.context.weight.scale(unit, grads.state)
+        return grads.issue(scale, unit.requires_all_reduce, joins=joins)
 
     def holds_sums(self, unit: UnitGradients) -> bool:
         """Whether the route itself keeps sums of a unit that the end of this backward reduces."""

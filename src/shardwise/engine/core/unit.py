@@ -16,7 +16,7 @@ does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +26,13 @@ import torch.nn as nn
 from shardwise._torch_compat import (
     functorch_transform,
     graph_task,
-    graph_task_id,
     outside_transforms,
 )
 from shardwise.comm.phases import Wire, phase_on
 from shardwise.comm.streams import Streams
-from shardwise.comm.transport import DONE, Handle, Transport, is_unordered
+from shardwise.comm.transport import Handle, Transport, is_unordered
 from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_tie
+from shardwise.engine.core.copy import BACKWARD, CLEAN, GRAPH, PASS, USE, USER, WISH, FullCopy
 from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import guests_of, take_back
 from shardwise.engine.core.home import Home
@@ -75,16 +75,17 @@ class Unit(UnitGradients):
         self.policy = plan.policy
         self.strategy = strategy = plan.strategy
         self.mark = Mark(name)
+        self.copy = FullCopy(self.mark, streams)
         self.num_modules = num_modules
         self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
         self._regrouped: Regrouped | None = None
-        self.when_shown: list[Callable[[], None]] = []  # modules hold another form now
         self.custom_comms: dict[str, Any] = {}  # the user's "all_gather", "reduce_scatter"
         self._build(found)
         self.context: Context  # set when a context takes the unit in
 
         self.keeps_between_steps = strategy.lifetime is Lifetime.CLEAN
+        self.copy.holds = CLEAN if self.keeps_between_steps else 0
         self.root_rule = False  # reshard_after_forward=None: the root's own unit is kept
         self.is_root = False
         self.reshard_after_forward = strategy.lifetime is Lifetime.USE
@@ -102,15 +103,7 @@ class Unit(UnitGradients):
 
         self.delivers_early = False  # gradients, once all ranks have handed theirs in
         self.num_uses = 0  # forwards with gradients since the last backward
-        self.is_held = False  # a gathered copy exists or is on its way
-        self.is_stale = False  # ... but somebody wrote to the shards since
-        self.gathered_at = -1
-        self.is_unsharded = False  # by the user, until it is resharded or its backward is over
-        self.was_unsharded = False  # ... on all ranks alike: since the last backward
-        self.in_double_backward = False
-        self.hides_outputs = False  # no hook reaches the last forward's tensors: stays gathered
-        self._handles: Sequence[Handle] = ()
-        self._gathered: Any = None  # the event behind the gather, until somebody has waited for it
+        self.was_unsharded = False  # by the user, on all ranks alike, since the last backward
         self._modules_run = 0
         self.open_calls: set[int] = set()  # ids of calls whose backward is not over
         self.is_adopted = False  # a root has taken it in and named it
@@ -126,7 +119,7 @@ class Unit(UnitGradients):
             for param in bucket.params:
                 param.unit = ref
         self.grads = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
-        self.shows_shards = True  # and nothing else is registered
+        self.copy.buckets, self.copy.shows_shards = self.buckets, True
         self._tell_transport()
         self._find_wires()
 
@@ -187,18 +180,9 @@ class Unit(UnitGradients):
         return any(p.sharded.requires_grad for p in self.params)
 
     @property
-    def is_fresh(self) -> bool:
-        return not self.is_stale and self.is_current_copy
-
-    @property
-    def is_current_copy(self) -> bool:
-        """This rank has not written to its shards since the gather."""
-        return self.gathered_at == self.mark.count
-
-    @property
     def is_kept_by_wish(self) -> bool:
         """Forwards without gradients leave its copy there, because the user said so."""
-        return self.is_unsharded or not (self.reshard_after_forward or self.root_rule)
+        return bool(self.copy.holds & USER) or not (self.reshard_after_forward or self.root_rule)
 
     @property
     def may_be_kept(self) -> bool:
@@ -208,20 +192,16 @@ class Unit(UnitGradients):
     @property
     def serves_alone(self) -> bool:
         """A forward without gradients needs nothing of other ranks, as far as this one knows."""
-        return not self.transports or (self.is_held and self.is_fresh and not self.is_behind)
+        copy = self.copy
+        return not self.transports or (copy.is_there and copy.is_fresh and not self.is_behind)
 
     @property
     def is_behind(self) -> bool:
         """What it keeps between forwards is older than this rank's shards, or is not there."""
         is_kept = self.keeps_between_steps or self.may_be_kept
-        if is_kept and not (self.is_held and self.is_current_copy):
+        if is_kept and not (self.copy.is_there and self.copy.is_current):
             return True
         return any(home.gathered_at != self.mark.count for home in self.homes)
-
-    @property
-    def needs_gather(self) -> bool:
-        """No copy is held, or one that was written since; a backward takes that of its forward."""
-        return not self.is_held or (not self.is_fresh and graph_task_id() == -1)
 
     def is_registered(self) -> bool:
         """True when the modules hold this unit's parameters, in whatever form."""
@@ -268,7 +248,7 @@ class Unit(UnitGradients):
         self.agree_on_flags()
         if any(g.has_partial for g in self.grads):
             self.settle_partials()  # what was added up lies in the old layout
-        if self.is_held:
+        if self.copy.is_there:
             self.reshard()
         self.route.failed()  # what it has collected does not fit the new layout
         self.mark.count += 1
@@ -362,12 +342,12 @@ class Unit(UnitGradients):
 
     # -- full copies -----------------------------------------------------------------------------
     def unshard(self) -> None:
-        """Issue the gather, unless a fresh copy is held. `wait_unshard` must follow before use.
+        """Issue the gather, unless a fresh copy is held. `copy.wait` must follow before use.
 
         A backward uses the copy that its forward used, also when the shards were written in
         between.
         """
-        if self.needs_gather:
+        if self.copy.needs_gather:
             self._issue_gather()
 
     def _issue_gather(self) -> None:
@@ -377,19 +357,9 @@ class Unit(UnitGradients):
                 "gradients that began with all copies current: its parameters were written, or "
                 "resharded, inside that forward. Write before the forward, on all ranks"
             )
-        if self.is_held:
-            self.wait_unshard()
         for tell in self.context.moments.gathering:
             tell(self)
-        if self.streams.is_async:
-            with self.streams.lane("gather"):
-                self._handles = outside_transforms(self._gather)
-                self._wait_handles()  # the lane waits, not the host: copy-out overlaps too
-            self._gathered = self.streams.record("gather")
-        else:
-            self._handles = outside_transforms(self._gather)
-        self.is_held, self.is_stale = True, False
-        self.gathered_at = self.mark.count
+        self.copy.issue(self._gather)
 
     def fill_middles(self) -> None:
         """Gather the shards from the replicas that share them out."""
@@ -410,65 +380,24 @@ class Unit(UnitGradients):
         rest = [b for b in self.buckets if not regrouped.holds(b)]
         return regrouped.gather() + [b.gather() for b in rest]
 
-    def wait_unshard(self) -> None:
-        """From here on the compute stream may read the full parameters."""
-        if self._handles:
-            self._wait_handles()
-        if self._gathered is not None:
-            event, self._gathered = self._gathered, None
-            self.streams.wait(event)
-
-    def _wait_handles(self) -> None:
-        try:
-            outside_transforms(self._wait_each)
-        except BaseException:
-            # The gather may still write, so its memory is not released; nobody waits for it again.
-            self.is_held = False
-            raise
-
-    def _wait_each(self) -> None:
-        handles, self._handles = self._handles, ()
-        for handle in handles:
-            if handle is not DONE:
-                handle.wait()
-        for bucket in self.buckets:
-            bucket.count_uses_behind_gather()
-
-    def use_full(self) -> None:
-        self.shows_shards = False
-        for bucket in self.buckets:
-            bucket.register_full()
-        for tell in self.when_shown:
-            tell()
-
     def _make_usable(self) -> None:
         """Gathered, complete, and registered."""
-        if self.needs_gather:
+        copy = self.copy
+        if copy.needs_gather:
             self._issue_gather()
-        if self._handles or self._gathered is not None:
-            self.wait_unshard()
-        self.use_full()
-
-    def use_shards(self) -> None:
-        self.shows_shards = True
-        for bucket in self.buckets:
-            bucket.register_sharded()
-        for tell in self.when_shown:
-            tell()
+        if copy.handles or copy.event is not None:
+            copy.wait()
+        copy.show_full()
 
     def reshard(self, after: str = "") -> None:
-        """Register the shards and release the full copy."""
-        self.use_shards()
-        self.is_unsharded = False
-        if not self.is_held:
-            return
-        if self._handles or self._gathered is not None:
-            self.wait_unshard()
-        for bucket in self.buckets:
-            bucket.release(after)
-        self.is_held = False
-        for tell in self.context.moments.released:
-            tell(self)
+        """Register the shards and release the full copy, whoever holds it."""
+        copy = self.copy
+        copy.show_shards()
+        copy.holds &= CLEAN
+        if copy.is_there:
+            copy.release(after)
+            for tell in self.context.moments.released:
+                tell(self)
 
     def reshard_for_state_dict(self) -> None:
         """State dicts show shards, whatever is gathered.
@@ -479,8 +408,8 @@ class Unit(UnitGradients):
         self.forget_dead_slots()
         self.agree_on_flags()
         if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
-            if self.is_kept_by_wish and self.is_held and self.is_current_copy:
-                self.use_shards()
+            if self.is_kept_by_wish and self.copy.is_there and self.copy.is_current:
+                self.copy.show_shards()
             else:
                 self.reshard()
 
@@ -489,7 +418,8 @@ class Unit(UnitGradients):
             self.refresh()
         if self.context.is_alone and self.serves_alone:
             return
-        self.is_unsharded = self.was_unsharded = True
+        self.copy.holds |= USER
+        self.was_unsharded = True
         self.context.may_hold = self.context.keeps_some = True
         with phase_on(self.wires, "unshard", self.name):
             if self.homes and graph_task() is None:  # a backward uses the values of its forward
@@ -497,9 +427,9 @@ class Unit(UnitGradients):
             self.unshard()
 
     def finish_user_unshard(self) -> None:
-        self.wait_unshard()
+        self.copy.wait()
         self.watch_gradients()
-        self.use_full()
+        self.copy.show_full()
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
@@ -523,6 +453,7 @@ class Unit(UnitGradients):
                 owner.rest_after_forward()
         if in_backward:
             self._modules_run = 0
+            self.copy.holds |= BACKWARD
             return
         if self._modules_run < self.num_modules and not self.context.is_outermost:
             return  # the other modules of a list are still to come
@@ -532,26 +463,28 @@ class Unit(UnitGradients):
         """The state between forward and backward."""
         self._modules_run = 0
         self._check_unwritten()
-        if self._num_users:
+        if self._num_users or functorch_transform() is not None:
+            return  # tangents, which no hook of ours can follow, may still need the full copy
+        copy, has_grad = self.copy, torch.is_grad_enabled()
+        copy.holds &= ~PASS
+        if not has_grad:
+            copy.holds |= WISH if self.is_kept_by_wish else 0
+        else:
+            if copy.holds & USER and not any(bucket.guests for bucket in self.buckets):
+                copy.holds &= ~USER  # else `functional_call` puts back the full parameters it found
+            if not (self.keeps_between_steps or self.releases_after_forward()):
+                copy.holds |= PASS
+        if copy.holds & USE:
             return
-        if self.is_unsharded and any(bucket.guests for bucket in self.buckets):
-            return  # `functional_call` puts back the full parameters that it found
-        if self.hides_outputs or functorch_transform() is not None:
-            # tangents and wrapped outputs, which no hook of ours can follow, may still need the
-            # full copy
+        if copy.holds:
+            copy.show_shards()
             return
-        if self.keeps_between_steps:
-            self.use_shards()
-        elif self.is_kept_by_wish and not torch.is_grad_enabled():
-            if not self.is_unsharded:
-                self.use_shards()
-        elif self.releases_after_forward() or not torch.is_grad_enabled():
-            for tell in self.context.moments.releasing:
-                tell(self)
-            if self.is_held and self.strategy.forward_world and torch.is_grad_enabled():
-                self._regroup()
-            else:
-                self.reshard("" if torch.is_grad_enabled() else "forward")
+        for tell in self.context.moments.releasing:
+            tell(self)
+        if copy.is_there and self.strategy.forward_world and has_grad:
+            self._regroup()
+        else:
+            self.reshard("" if has_grad else "forward")
 
     @property
     def is_running(self) -> bool:
@@ -570,13 +503,13 @@ class Unit(UnitGradients):
         self._regrouped.keep()
         self.reshard()
         self._regrouped.register()
-        self.shows_shards = False
-        for tell in self.when_shown:
+        self.copy.shows_shards = False
+        for tell in self.copy.when_shown:
             tell()
 
     def _check_unwritten(self) -> None:
         """What somebody wrote into a gathered copy is lost with it: say so while it is there."""
-        if not self.is_held:
+        if not self.copy.is_there:
             return
         if any(map(_written, self.buckets)):
             names = [name for b in self.buckets for name in b.written_names()]
@@ -593,35 +526,31 @@ class Unit(UnitGradients):
         return self.reshard_after_forward
 
     def pre_backward(self) -> None:
-        if self.unshard_in_backward or self.is_held:
+        if self.unshard_in_backward or self.copy.is_there:
+            self.copy.holds |= BACKWARD
             self._make_usable()
             for bucket in self.buckets:
                 bucket.count_uses_before()
             for owner in self._tied_to:
                 owner.pre_backward()
 
-    @property
-    def should_be_released(self) -> bool:
-        """After a backward nothing may be gathered, as far as strategy and settings go."""
-        return (
-            self.reshard_after_backward
-            and not self.keeps_between_steps
-            and not self.in_double_backward
-        )
-
     def rest_after_backward(self) -> None:
         """The state after a backward."""
-        if self.in_double_backward or (self.shows_shards and not self.is_held):
-            return  # or it is at rest already
-        self.hides_outputs = False
+        copy = self.copy
+        if copy.holds & GRAPH:
+            return
+        copy.holds &= CLEAN
+        if copy.shows_shards and not copy.is_there:
+            return  # it is at rest already
         self._check_unwritten()
         if self._regrouped is not None:
             self._regrouped.is_kept = False
-        self.is_unsharded = False
         if self.keeps_between_steps:
-            self.use_shards()
+            copy.show_shards()
         elif self.reshard_after_backward:
             self.reshard("backward")
+        else:
+            copy.holds |= PASS
 
     def abandon(self, *, keep: bool = False) -> None:
         """An exception ended a pass: back to rest, without what it collected. `keep`: copies that
@@ -634,7 +563,6 @@ class Unit(UnitGradients):
             param.full.grad = None
         self._modules_run = self._num_users = self.num_uses = 0
         self.open_calls.clear()
-        self.in_double_backward = self.hides_outputs = False
         self.show_shards(keep=keep)
 
     def show_shards(self, *, keep: bool = False) -> None:
@@ -642,6 +570,7 @@ class Unit(UnitGradients):
         if self._regrouped is not None:
             self._regrouped.is_kept = False
         if self.keeps_between_steps or (keep and self.is_kept_by_wish):
-            self.use_shards()
+            self.copy.holds &= CLEAN | WISH | USER
+            self.copy.show_shards()
         else:
             self.reshard()

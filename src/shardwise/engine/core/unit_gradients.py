@@ -15,11 +15,10 @@ import torch
 
 from shardwise.comm.phases import Wire, phase_on
 from shardwise.engine.core.gradients import BucketGrads, Reduction
-from shardwise.engine.core.route import Route, Scale
+from shardwise.engine.core.route import Route
 
 if TYPE_CHECKING:
     from shardwise.comm.streams import Streams
-    from shardwise.engine.core.bucket import BucketState
     from shardwise.engine.core.context import Context
 
 # What is asked of all buckets is asked by one `map`, which stays in C.
@@ -101,9 +100,6 @@ class UnitGradients:
                     grads.tally.num_told += 1
                     self.route.accumulate(self, grads, i, grad)
 
-    def scale(self, bucket: BucketState) -> Scale:
-        return self.context.weight.scale(self, bucket)
-
     @property
     def has_unreduced(self) -> bool:
         """Gradients were put into a reduction that was not issued, or partial ones wait for a
@@ -130,7 +126,9 @@ class UnitGradients:
         with torch.no_grad(), phase_on(self.wires, "settle", self.name):
             self.context.weigh()
             waiting = [g for g in self.grads if g.has_partial]
-            for reduction in [g.issue(self.scale(g.state), True) for g in waiting]:
+            for reduction in [
+                g.issue(self.context.weight.scale(self, g.state), True) for g in waiting
+            ]:
                 reduction.finish(run_hooks=False)
             for grads in waiting:
                 grads.tally.clear()

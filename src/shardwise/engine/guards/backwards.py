@@ -144,7 +144,7 @@ def _gather_openings(outputs: Sequence[Any]) -> list[Any]:
 
 
 def _gather(unit: Unit, _grads: Any) -> None:
-    if not unit.is_held:
+    if not unit.copy.is_there:
         unit.context.pre_backward(unit)
 
 
@@ -209,7 +209,7 @@ def _named(error: BaseException, outputs: Sequence[Any], live: list[Context]) ->
 def _is_entered(unit: Unit, param: ShardedParam, outputs: Sequence[Any]) -> bool:
     """Whether a graph reaches a parameter past the outputs of its unit, or the unit is gathered."""
     graph = _graph(outputs, lambda node: output_at(node)[0] is not unit.ref)
-    return unit.is_held or any(found is param for _, found in _params_in(graph))
+    return unit.copy.is_there or any(found is param for _, found in _params_in(graph))
 
 
 def _text(params: list[ShardedParam]) -> str:

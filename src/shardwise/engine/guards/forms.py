@@ -51,7 +51,7 @@ _KEPT: weakref.WeakKeyDictionary[Unit, _KeptForms] = weakref.WeakKeyDictionary()
 def forget_forms(unit: Unit) -> None:
     """They are looked for anew."""
     if unit in _KEPT:
-        unit.when_shown.remove(_KEPT.pop(unit).renew)
+        unit.copy.when_shown.remove(_KEPT.pop(unit).renew)
 
 
 def watch_forms(modules: Iterable[nn.Module]) -> None:
@@ -68,7 +68,7 @@ def watch_form(module: nn.Module, key: str) -> None:
     for unit in {id(u): u for home in homes if (u := home.unit()) is not None}.values():
         if unit not in _KEPT:
             _KEPT[unit] = _KeptForms()
-            unit.when_shown.append(_KEPT[unit].renew)
+            unit.copy.when_shown.append(_KEPT[unit].renew)
         _KEPT[unit].places[id(module), key] = weakref.ref(module)
     if homes:
         module.__dict__[key] = _renewed(module.__dict__[key])

@@ -11,8 +11,7 @@ Rules at the end of a backward, for units that it reached:
                                only where `told` misses a trainable parameter, so the usual step
                                looks at none. Holds too for units whose forward ran and that the
                                backward seems not to have reached
-    released                   no copy outlives the backward, unless the strategy, a setting or
-                               create_graph keeps it
+    released                   no copy is there that nobody holds
 
 Not a rule: a forward without a backward (evaluation with gradients on, an output that the loss
 does not use, a graph kept for another loss). A backward that went through a unit without our
@@ -167,7 +166,7 @@ def check_units(reached: Iterable[Unit], expected: Iterable[Unit]) -> None:
             tally.clear()
             if grads.buffer is not None:
                 grads.discard()  # what is left over must not join the next step's
-        if unit.is_held and unit.should_be_released:
+        if unit.copy.is_there and not unit.copy.holds:
             complaints.append(
                 f"unit {unit.name!r} is still gathered after its backward, and its strategy "
                 f"({unit.strategy.name}) releases it"

@@ -46,7 +46,7 @@ class Views:
 
     def releasing(self, unit: Unit) -> None:
         attributes = _ATTRIBUTES.get(unit)
-        if attributes is None or not unit.is_held or not attributes.could_hold:
+        if attributes is None or not unit.copy.is_there or not attributes.could_hold:
             return
         where = attributes.view_of(unit.addresses())
         if where is not None:

@@ -104,7 +104,7 @@ def full_parameters(model: nn.Module, *, budget: int = 2**30) -> Iterator[tuple[
             continue
         if open_unit is None:
             unit.start_user_unshard()
-            unit.wait_unshard()
+            unit.copy.wait()
             open_unit = unit
         full = param.full.detach()
         yield name, full.full_tensor() if isinstance(full, DTensor) else full

@@ -56,7 +56,7 @@ class _Shares(Route):
             self.accumulate(unit, grads, index, grad)
             return
         if grads.buffer is None:
-            grads.open(unit.scale(grads.state))
+            grads.open(unit.context.weight.scale(unit, grads.state))
         if self.counts:
             grads.put(index, self._weighted(unit, grad))
         else:

@@ -60,7 +60,7 @@ class Prefetch:
         """What was gathered in vain is released."""
         self._known = self._running
         for unit in self._ahead:
-            if unit.is_held and not unit.keeps_between_steps:
+            if unit.copy.is_there and not unit.copy.holds:
                 unit.reshard()
         self._ahead.clear()
 
@@ -98,10 +98,10 @@ class Prefetch:
 def _issue(unit: Unit, candidates: Iterable[Unit], context: Context) -> list[Unit]:
     """Issue the gathers of what comes next, one unit or as many as fit under the limit."""
     limit, issued = unit.gather_limit, []
-    held = 0 if limit is None else sum(u.full_bytes for u in context.units if u.is_held)
+    held = 0 if limit is None else sum(u.full_bytes for u in context.units if u.copy.is_there)
     for ahead in candidates:
-        if ahead.needs_gather:
-            more = 0 if ahead.is_held else ahead.full_bytes
+        if ahead.copy.needs_gather:
+            more = 0 if ahead.copy.is_there else ahead.full_bytes
             if limit is not None and held + more > limit:
                 break
             ahead.unshard()
