@@ -12,7 +12,7 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
-from shardwise._torch_compat import at_end_of_backward
+from shardwise._torch_compat import at_end_of_backward, outside_transforms
 from shardwise.comm.transport import Position, missing_of
 from shardwise.errors import DivergenceError
 
@@ -52,7 +52,8 @@ def is_to_end(task: int | None) -> bool:
 def _end(task: int, passes: _Passes) -> None:
     """Autograd has run all nodes of a graph task."""
     _ENDS.pop(task, None)  # who comes now, by a hook, gets an end of its own
-    _finish(passes, [b for b in passes if b.first_task == task])
+    ending = [b for b in passes if b.first_task == task]
+    outside_transforms(partial(_finish, passes, ending))
 
 
 def end_now(backward: BackwardPass) -> None:

@@ -482,8 +482,9 @@ class Unit(UnitGradients):
         """
         self.forget_dead_slots()
         self.agree_on_flags()
-        if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
-            if self.is_kept_by_wish and self.is_held and self.is_current_copy:
+        if self.wires[0].depth == 0 and self.is_registered():
+            kept = self.is_kept_by_wish and self.is_held and self.is_current_copy
+            if self.keeps_between_steps or kept:
                 self.use_shards()
             else:
                 self.reshard()
