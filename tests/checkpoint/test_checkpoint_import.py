@@ -237,9 +237,9 @@ def test_the_command_lists_verifies_compares_and_converts(tmp_path: Path, capsys
     model = make()
     optimizer = optimizer_of(model)
     manager = sw.CheckpointManager(run / "checkpoints")
-    manager.save(1, model, optimizer)
+    manager.save(1, model, optimizer, extra={"run": {"dir": "a", "seed": 0}, "at": 1})
     train(model, optimizer)
-    manager.save(2, model, optimizer)
+    manager.save(2, model, optimizer, extra={"run": {"dir": "b", "seed": 0}, "at": 2})
     one, two = (run / "checkpoints" / f"step_0000000{i}" for i in (1, 2))
     code, out, _ = command(capsys, "ls", run)
     assert code == 0
@@ -259,6 +259,7 @@ def test_the_command_lists_verifies_compares_and_converts(tmp_path: Path, capsys
     code, out, _ = command(capsys, "diff", one, two)
     assert code == 1
     assert "~ model.gain  1 elements differ" in out
+    assert "~ extra  run.dir: a and b (and 1 more)" in out
     assert f"+ optim.gain.exp_avg  (only in {two})" in out
     assert (
         json.loads(command(capsys, "diff", one, two, "--json", "--weights")[1])["only_right"] == []
@@ -295,7 +296,7 @@ def test_the_command_lists_verifies_compares_and_converts(tmp_path: Path, capsys
         (["export", "x.safetensors", "out", "--max-shard-size", "5X"], "expected a size such as"),
         (["convert", "x.safetensors", "out", "--to", "onnx"], "invalid choice: 'onnx'"),
         (["import", "numbers.pt", "out"], "parameter number 0: numbers cannot be matched"),
-        (["lss"], "invalid choice: 'lss'"),
+        (["lss"], "lss: unknown command; did you mean ls?"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -47,6 +47,31 @@ def test_help_shows_every_key(capsys):
     assert not any(word in text for word in ("True", "False", "max_restarts", "min_ranks"))
 
 
+def test_help_has_whole_lines_and_no_words_of_python(capsys):
+    """tyro keeps the breaks of texts of several lines, and shows None where nothing is set."""
+    import ast
+    import inspect
+
+    from shardwise.train import config
+
+    assert main(["train", "--help"]) == 0
+    assert "None" not in capsys.readouterr().out
+    for section in ast.parse(inspect.getsource(config)).body:
+        if isinstance(section, ast.ClassDef) and section.name.endswith("Config"):
+            texts = [n.value for n in ast.walk(section) if isinstance(n, ast.Expr)]
+            keys = [n.value for n in texts if isinstance(n, ast.Constant)]
+            own = ast.get_docstring(section, clean=False)
+            assert not [text for text in keys if "\n" in str(text) and text != own]
+
+
+@pytest.mark.parametrize("arguments", [["help"], ["checkpoint", "--help"], ["checkpoint"]])
+def test_help_is_there_where_people_look_for_it(arguments, capsys):
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    assert "usage: shardwise" in shown.out
+    assert not shown.err
+
+
 def test_help_of_the_command_lists_commands_that_exist(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -60,6 +85,15 @@ def test_help_of_the_command_lists_commands_that_exist(capsys):
         (["trainn"], "shardwise: trainn: unknown command; did you mean train?"),
         (["--verbose"], "shardwise: --verbose: unknown command"),
         (["train", "none.toml"], "shardwise train: none.toml: no such file"),
+        (["train", "--nporc", "2"], "--nporc: unknown option; did you mean --nproc?"),
+        (["train", "--steps", "2"], "--steps: unknown key; did you mean train.steps?"),
+        (["explain", "--jsn"], "--jsn: unknown option; did you mean --json?"),
+        (["verify", "a.toml", "b.toml"], "b.toml: one argument too many"),
+        (["checkpoint", "lss", "runs"], "checkpoint: lss: unknown command; did you mean ls?"),
+        (["checkpoint", "zip"], "zip: unknown command; there are: ls, verify, diff, export"),
+        (["checkpoint", "ls"], "the following arguments are required: PATH"),
+        (["checkpoint", "ls", "--jsno", "x"], "--jsno: unknown option; did you mean --json?"),
+        (["checkpoint", "diff", "a", "b", "c"], "c: one argument too many"),
         (["train", "--train.stepz", "3"], "--train.stepz: unknown key; did you mean train.steps?"),
         (["train", "--train.steps", "x"], "--train.steps: expected a whole number"),
         (

@@ -7,6 +7,7 @@ All ranks have the same data, so a plain model on it says what is right, to the 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,24 @@ def same_step(plain: nn.Module, model: Any, what: str) -> None:
     same_gradients(plain, model, f"{what}, the next step")
     for m in (plain, model):
         m.zero_grad()
+
+
+# -- transforms ----------------------------------------------------------------------------------
+@on_ranks(2)
+def test_gradients_of_inputs_by_transforms(rank: int, world: int) -> None:
+    """`torch.func.grad` and friends for the inputs of a model whose parameters train: its backward
+    ends inside of the transform, and training goes on.
+    """
+    for setting in settings("full_shard", "no_shard"):
+        plain, model = both(setting, world)
+        x, found = batch(plain, 0, 0), []
+        for m in (plain, model):
+            loss = functools.partial(lambda of, t: loss_of(of(t)), m)
+            found.append((torch.func.grad(loss)(x), torch.func.vmap(torch.func.jacrev(m))(x)))
+        for name, want, got in zip(("grad", "jacrev"), *found, strict=True):
+            torch.testing.assert_close(got, want, msg=f"{setting}: {name}")
+        assert all(p.grad is None for p in model.parameters())
+        same_step(plain, model, str(setting))
 
 
 # -- gradients for parameters --------------------------------------------------------------------

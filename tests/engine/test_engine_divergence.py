@@ -106,6 +106,37 @@ def test_a_model_that_one_rank_calls(rank: int, world: int) -> None:
     end()
 
 
+class Scales(nn.Module):
+    """Two parameters of one size in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.first * self.second
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("warm", [0, 2])
+@on_ranks(2)
+def test_ranks_that_freeze_others(strategy: str, warm: int, rank: int, world: int) -> None:
+    """Sums of one size, of different parameters: named, and right once the flags are equal."""
+    model: Any = sw.fully_shard(Scales(), mesh=line(world), strategy=strategy, transport="c10d")
+    x = torch.full((2, 8), rank + 1.0)
+    for _ in range(warm):
+        model(x).sum().backward()
+        model.zero_grad()
+    (model.first if rank else model.second).requires_grad_(False)
+    with pytest.raises((DivergenceError, PeerTimeoutError), match=r"only \w+\).*requires_grad"):
+        model(x).sum().backward()
+    model.zero_grad()
+    model.requires_grad_(True)
+    model(x).sum().backward()
+    for p in model.parameters():
+        assert torch.equal(p.grad.full_tensor(), torch.full((8,), 3.0))
+
+
 @on_ranks(2)
 def test_equal_changes_are_no_divergence(rank: int, world: int) -> None:
     """All ranks take another branch, evaluate in between, skip a backward."""

@@ -47,6 +47,7 @@ import shardwise as sw
 from ranks import on_ranks
 from shardwise.comm.choose import open_transport
 from shardwise.engine.core.state import units_in
+from shardwise.engine.mesh import axes
 from shardwise.engine.services.inspect import gathered_bytes
 
 BF16 = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -447,7 +448,7 @@ def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
     dims = sw.DataParallelMeshDims(shard="shard", replicate="replicate")
     with pytest.raises(NotImplementedError, match="hybrid_full_optimizer with dp_mesh_dims"):
         sw.fully_shard(make(Mlp), mesh=mesh, strategy="hfsdp", dp_mesh_dims=dims)
-    roles = sw.engine.mesh.resolve_mesh(mesh, sw.engine.mesh.strategy_named("hybrid_shard"))
+    roles = axes.resolve_mesh(mesh, axes.strategy_named("hybrid_shard"))
     transport = open_transport("c10d", roles.shard, roles.replicate, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match="moves shards over two meshes"):
         sw.fully_shard(make(Mlp), mesh=mesh, strategy="hfsdp", transport=transport)

@@ -5,6 +5,7 @@ right; loss scaling and flattening over shards.
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -98,6 +99,33 @@ def test_on_all_ranks(setting: Setting, where: str, rank: int, world: int) -> No
         model.zero_grad()
         loss_of(model(batch(model, 0, rank))).backward()
         same_grads(model, expected(Mlp, world, "sgd", 1)[0][0], f"{setting} {error!r}")
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("setting", EVERY, ids=str)
+@on_ranks(2)
+def test_where_gradients_are_delivered(setting: Setting, rank: int, world: int) -> None:
+    """A parameter's hook fails on both ranks, once its gradient is reduced. One comes later than
+    the other and still sees its own exception.
+    """
+    model = setting.shard(make(Mlp), world)
+    for late in (0, 1):
+
+        def fails(_: torch.Tensor) -> None:
+            raise ArithmeticError("boom")
+
+        def sleeps(_: torch.Tensor, late: int = late) -> None:
+            time.sleep(0.1 * (rank == late))
+
+        hook = model.layers[2].weight.register_post_accumulate_grad_hook(fails)
+        x = batch(model, 9, rank).requires_grad_()
+        x.register_hook(sleeps)
+        with pytest.raises(ArithmeticError):
+            loss_of(model(x)).backward()
+        hook.remove()
+        model.zero_grad()
+        loss_of(model(batch(model, 0, rank))).backward()
+        same_grads(model, expected(Mlp, world, "sgd", 1)[0][0], str(setting))
         model.zero_grad()
 
 

@@ -41,7 +41,8 @@ def test_names_and_values_are_the_plain_ones(rank: int, world: int) -> None:
         for cls in (Uneven, ConvNorm):
             plain = make(cls)
             model = setting.shard(copy.deepcopy(plain), world)
-            for moment in ("at rest", "after forward", "after backward"):
+            sharded = [m for m in model.modules() if isinstance(m, sw.FSDPModule)]
+            for moment in ("at rest", "after forward", "after backward", "after unshard"):
                 state = model.state_dict()
                 expected = plain.state_dict()
                 assert list(state) == list(expected)
@@ -54,6 +55,11 @@ def test_names_and_values_are_the_plain_ones(rank: int, world: int) -> None:
                     loss = loss_of(model(batch(cls, 0, rank)))
                 elif moment == "after forward":
                     loss.backward()
+                elif moment == "after backward":
+                    for module in sharded:
+                        module.unshard()
+            for module in sharded:
+                module.reshard()
             assert gathered_bytes(model) == 0 or setting.strategy in STRATEGIES[:3]
 
 

@@ -47,9 +47,31 @@ def compare(left: Source, right: Source, prefix: str = "") -> Comparison:
         else:
             found.num_equal += 1
     for key in sorted(left.objects.keys() | right.objects.keys()):
-        if key.startswith(prefix) and str(left.objects.get(key)) != str(right.objects.get(key)):
-            found.changed.append((key, "another value"))
+        what = _other_value(left.objects.get(key), right.objects.get(key))
+        if key.startswith(prefix) and what:
+            found.changed.append((key, what.removeprefix(": ").removeprefix(".")))
     return found
+
+
+def _other_value(one: Any, other: Any) -> str:
+    """Where two values differ first, and how; empty if they are equal."""
+    if str(one) == str(other):
+        return ""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [k for k in (*one, *other) if str(one.get(k, _NONE)) != str(other.get(k, _NONE))]
+        if keys:
+            inner = _other_value(one.get(keys[0], _NONE), other.get(keys[0], _NONE))
+            more = len(set(keys)) - 1
+            return f".{keys[0]}{inner}" + (f" (and {more} more)" if more else "")
+    return f": {_shown(one)} and {_shown(other)}"
+
+
+_NONE = "nothing"
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _all_names(source: Source, prefix: str) -> dict[str, str]:

@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train.options import CommandParser, unknown_command
 from shardwise.units import full_name, parse_size
 
 if TYPE_CHECKING:
@@ -27,33 +29,31 @@ ZeRO-3 directory or a torch.save file of a full state dict. No code from any of 
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="shardwise checkpoint", description=(__doc__ or "").partition("\n")[0], epilog=_EPILOG
+    parser = CommandParser(
+        prog="shardwise checkpoint",
+        description="Look at, verify, compare and convert checkpoints, in one CPU process.",
+        epilog=_EPILOG,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add = commands.add_parser
-    ls = add("ls", help="what is there: checkpoints of a directory, or the tensors of one")
-    ls.add_argument("path", type=Path)
-    verify = add("verify", help="read everything and compare with the checksums")
-    verify.add_argument("path", type=Path, nargs="+")
-    diff = add("diff", help="names, shapes, dtypes and values of two")
-    diff.add_argument("left", type=Path)
-    diff.add_argument("right", type=Path)
+
+    def add(name: str, text: str, **paths: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text, epilog=_EPILOG)
+        for dest, metavar in paths.items():
+            several = "+" if metavar.endswith("...") else None
+            command.add_argument(dest, type=Path, metavar=metavar.rstrip(" ."), nargs=several)
+        command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+        return command
+
+    add("ls", "what is there: checkpoints of a directory, or the tensors of one", path="PATH")
+    add("verify", "read everything and compare with the checksums", path="PATH ...")
+    diff = add("diff", "names, shapes, dtypes and values of two", left="PATH", right="OTHER_PATH")
     diff.add_argument("--weights", action="store_true", help="only the weights of the model")
-    export = add("export", help="weights as a Hugging Face directory of safetensors")
-    export.add_argument("source", type=Path)
-    export.add_argument("target", type=Path)
-    _export_options(export)
-    bring = add("import", help="make a checkpoint from what another program wrote")
-    bring.add_argument("source", type=Path)
-    bring.add_argument("target", type=Path)
-    convert = add("convert", help="from any format to another")
-    convert.add_argument("source", type=Path)
-    convert.add_argument("target", type=Path)
+    text = "weights as a Hugging Face directory of safetensors"
+    _export_options(add("export", text, source="PATH", target="DIR"))
+    add("import", "make a checkpoint from what another program wrote", source="PATH", target="DIR")
+    convert = add("convert", "from any format to another", source="PATH", target="TARGET")
     convert.add_argument("--to", choices=("shardwise", "safetensors", "torch"), required=True)
     _export_options(convert)
-    for each in (ls, verify, diff, export, bring, convert):
-        each.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 
@@ -73,22 +73,21 @@ def _size(text: str) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one sub-command; returns the exit code."""
+    commands = {"ls": _ls, "verify": _verify, "diff": _diff}
+    commands |= dict.fromkeys(("export", "import", "convert"), _convert)
+    words = list(arguments) or ["--help"]
     try:
-        options = _parser().parse_args(list(arguments) or ["--help"])
-    except SystemExit as stopped:  # argparse has said why
-        return int(stopped.code or 0)
-    from shardwise.errors import CheckpointError
+        if words[0] not in commands and not words[0].startswith("-"):
+            raise ConfigError(unknown_command(words[0], commands))
+        options = _parser().parse_args(words)
+    except ConfigError as error:
+        print(f"shardwise checkpoint: {error}", file=sys.stderr)
+        return 2
+    except SystemExit:  # after --help
+        return 0
 
-    command = {
-        "ls": _ls,
-        "verify": _verify,
-        "diff": _diff,
-        "export": _convert,
-        "import": _convert,
-        "convert": _convert,
-    }[options.command]
     try:
-        return command(options)
+        return commands[options.command](options)
     except (CheckpointError, OSError, MemoryError, RecursionError) as error:
         text = f"{error}" or type(error).__name__
         printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
@@ -152,7 +151,6 @@ def _row(checkpoint: Checkpoint) -> dict[str, Any]:
     from shardwise.checkpoint.source import CheckpointSource
     from shardwise.checkpoint.state import ABOUT, EXTRA
     from shardwise.checkpoint.store import MANIFEST
-    from shardwise.errors import CheckpointError
 
     objects: dict[str, Any] = {}
     with contextlib.suppress(CheckpointError):  # damaged: `verify` says where
@@ -178,7 +176,6 @@ def _row(checkpoint: Checkpoint) -> dict[str, Any]:
 def _verify(options: argparse.Namespace) -> int:
     from shardwise.checkpoint import store
     from shardwise.checkpoint.source import CheckpointSource
-    from shardwise.errors import CheckpointError
 
     reports: dict[str, list[str]] = {}
     for path in options.path:

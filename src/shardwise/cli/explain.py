@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     as_json = "--json" in arguments
     try:
-        parsed = parse([a for a in arguments if a != "--json"])
+        parsed = parse([a for a in arguments if a != "--json"], flags=["json"])
         loaded = load_config(parsed.config_file, parsed.overrides)
         num_ranks = parsed.nproc or 2
         loaded = loaded.on(num_ranks)

@@ -7,11 +7,12 @@ Nothing is imported before it is needed, so `--help` answers at once.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+
+from shardwise.train.options import unknown_command
 
 # name -> (module with `main`, what it does)
 _COMMANDS = {
@@ -41,7 +42,7 @@ _COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("--help", "-h"):
+    if not words or words[0] in ("--help", "-h", "help"):
         print(_help())
         return 0
     if words[0] == "--version":
@@ -51,9 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name = words[0]
     if name not in _COMMANDS:
-        close = difflib.get_close_matches(name, _COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(_COMMANDS)}"
-        print(f"shardwise: {name}: unknown command; {hint}", file=sys.stderr)
+        print(f"shardwise: {unknown_command(name, _COMMANDS)}", file=sys.stderr)
         return 2
     module = importlib.import_module(_COMMANDS[name][0])
     try:

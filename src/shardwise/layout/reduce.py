@@ -31,6 +31,12 @@ class ReduceLayout:
         return tuple(self.bucket.params[i] for i in self.indices)
 
     @cached_property
+    def members(self) -> str:
+        """Which parameters it is about, in words; "" where it is the whole bucket."""
+        is_whole = len(self.indices) == len(self.bucket.params)
+        return "" if is_whole else ", ".join(p.spec.name for p in self.params)
+
+    @cached_property
     def world(self) -> int:
         return self.bucket.world
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
+from shardwise.train.options import nearest
 from shardwise.train.restarts import EXIT_FINAL, Restarts
 
 # The launcher's options, and the numbers that they take.
@@ -35,8 +36,9 @@ class Arguments:
     """The arguments that every rank gets: all but the launcher's own."""
 
 
-def parse(arguments: Sequence[str]) -> Arguments:
-    """Splits arguments; both `--key value` and `--key=value` are understood."""
+def parse(arguments: Sequence[str], flags: Sequence[str] = ()) -> Arguments:
+    """Splits arguments; both `--key value` and `--key=value` are understood. `flags` were taken out
+    before: they count as names that may have been meant."""
     config_file: str | None = None
     overrides: list[tuple[str, str]] = []
     own: dict[str, int] = {}
@@ -55,11 +57,14 @@ def parse(arguments: Sequence[str]) -> Arguments:
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
             raise ConfigError(f"{word}: unknown option; options look like --section.key value")
+        is_own = key.replace("_", "-") in _OWN_OPTIONS
+        if not is_own and "." not in key and (hint := nearest(key, [*_OWN_OPTIONS, *flags])):
+            raise ConfigError(f"{word}: unknown option; {hint.replace('mean ', 'mean --')}")
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key}: needs a value (--{key} VALUE)")
             value = rest.pop(0)
-        if key.replace("_", "-") in _OWN_OPTIONS:
+        if is_own:
             key = key.replace("_", "-")
             own[key] = _number(key, value)
             continue

@@ -79,8 +79,7 @@ class CustomModelConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     source: str | tuple[str, ...] = "stdlib"
-    """stdlib (Python's own source files), paths of text or token files (.bin, .npy), or
-    module:function."""
+    """stdlib (Python's own sources), paths of text or token files (.bin, .npy), module:function."""
     seq_len: int = 256
     """Tokens per sequence."""
     held_out: float = 0.02
@@ -94,10 +93,9 @@ class TrainConfig:
     steps: int = 120
     """Optimizer steps of the whole run, the resumed part included."""
     global_batch: int = 32
-    """Sequences per optimizer step, over all ranks."""
+    """Sequences per optimizer step, over all ranks; a multiple of ranks * micro_batch."""
     micro_batch: int = 16
-    """Sequences per forward on one rank; global_batch is a multiple of ranks * micro_batch (of
-    micro_batch alone under run.reproducible = any_world). Left out: at most 16, what fits."""
+    """Sequences per forward on one rank; if left out, at most 16: what fits global_batch."""
     grad_clip: float = 1.0
     """Limit of the global gradient norm; 0: none."""
     eval_every: int = 40
@@ -129,8 +127,7 @@ class OptimConfig:
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
     strategy: StrategyName = "auto"
-    """What is sharded; auto: full_shard, or hybrid_shard when mesh.replicate > 1. Aliases: zero1,
-    zero2, zero3 or fsdp, ddp, hsdp, hfsdp."""
+    """auto: full_shard (hybrid_shard if mesh.replicate > 1). Or zero1-3, fsdp, ddp, hsdp, hfsdp."""
     unit: str | int | tuple[str, ...] = "auto"
     """What is gathered together: auto, class names or name patterns, or a size in bytes."""
     transport: Literal["auto", "c10d", "shared_memory"] = "auto"
@@ -168,8 +165,7 @@ class CheckpointConfig:
     keep: int = 2
     """How many complete checkpoints stay; 0: all."""
     resume: str = "auto"
-    """auto: continue the run directory; off: refuse one that holds checkpoints; or a checkpoint to
-    start from."""
+    """auto: continue the run directory; off: refuse one with checkpoints; or the path of one."""
     background: bool = False
     """Write in a thread while training goes on; costs a copy of this rank's shards in memory."""
     rehearsal: bool = True

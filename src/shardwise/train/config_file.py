@@ -145,7 +145,7 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, _Origin]]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        why = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise ConfigError(f"{path}: cannot be read as a TOML file: {why}") from None
     try:
         document = tomllib.loads(text)

@@ -17,7 +17,8 @@ def load_factory(key: str, name: str, search_dir: Path | None) -> Callable[[dict
     Like `python script.py`, it looks in the configuration's folder first, then in the working
     directory.
     """
-    folders = [str(d.resolve()) for d in (search_dir, Path.cwd()) if d is not None]
+    places = [str(d.resolve()) for d in (search_dir, Path.cwd()) if d is not None]
+    folders = list(dict.fromkeys(places))
     for folder in reversed(folders):
         if folder not in sys.path:
             sys.path.insert(0, folder)

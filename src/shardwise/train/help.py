@@ -32,17 +32,24 @@ _DESCRIPTION = (
 @dataclass
 class _Command:
     config: Annotated[
-        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[CONFIG.toml]", name="config")
+        tyro.conf.Positional[str | None],
+        tyro.conf.arg(metavar="[CONFIG.toml]", name="config", help_behavior_hint=""),
     ] = None
     """Configuration file with the sections below."""
-    nproc: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Ranks to start here. Default: one per GPU, or 2 on CPU."""
+    nproc: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="N", help_behavior_hint="(default: one per GPU, or 2 on CPU)"),
+    ] = None
+    """Ranks to start here."""
     port: int = 0
     """Port for the ranks to meet at; 0: a free one."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N", name="max-restarts")] = 0
     """How often ranks that fail are started again, from the last complete checkpoint."""
-    min_ranks: Annotated[int | None, tyro.conf.arg(metavar="N", name="min-ranks")] = None
-    """A restart may leave out ranks that were killed, down to this many. Default: all again."""
+    min_ranks: Annotated[
+        int | None,
+        tyro.conf.arg(metavar="N", name="min-ranks", help_behavior_hint="(default: all again)"),
+    ] = None
+    """A restart may leave out ranks that were killed, down to this many."""
     run: RunConfig = field(default_factory=RunConfig)
     model: DecoderConfig = field(default_factory=DecoderConfig)
     data: DataConfig = field(default_factory=DataConfig)

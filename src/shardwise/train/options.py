@@ -1,10 +1,11 @@
-"""Options of the commands that argparse reads: a mistake is one line, like all others."""
+"""Commands that argparse reads: a mistake is one line, like all others."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-from typing import NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn
 
 from shardwise.errors import ConfigError
 
@@ -12,12 +13,29 @@ from shardwise.errors import ConfigError
 class CommandParser(argparse.ArgumentParser):
     """Mistakes become a `ConfigError`, one line, with the nearest option."""
 
-    def error(self, message: str) -> NoReturn:
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message:
-            word = unknown.split()[0]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of the parser of a sub-command too, which knows its own options best."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            word = unknown[0]
+            if not word.startswith("-"):
+                raise ConfigError(f"{word}: one argument too many; {self.prog} --help says more")
             known = [option for action in self._actions for option in action.option_strings]
-            close = difflib.get_close_matches(word.partition("=")[0], known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"{self.prog} --help lists options"
+            hint = nearest(word.partition("=")[0], known)
+            hint = hint or f"{self.prog} --help lists options"
             raise ConfigError(f"{word}: unknown option; {hint}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A question with the known word that is most like it; nothing where none is."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
+def unknown_command(word: str, known: Iterable[str]) -> str:
+    """What to tell somebody who typed a command that is not there."""
+    return f"{word}: unknown command; {nearest(word, known) or 'there are: ' + ', '.join(known)}"

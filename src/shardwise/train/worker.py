@@ -189,10 +189,11 @@ def _all_are_there(store: dist.Store, rank: int, world_size: int, stop: StopRequ
                 return False
         elif (waited := time.monotonic() - began) > warn_at:
             missing = [r for r, name in enumerate(names[:_SHOWN]) if not store.check([name])]
-            text = f"rank {rank} has waited {waited:.0f} s for ranks {missing} to start"
+            whom = f"rank{'s' if missing[1:] else ''} {', '.join(map(str, missing))}"
+            text = f"rank {rank} has waited {waited:.0f} s for {whom} to start"
             if waited > _START_LIMITS * wait_limit_s():
                 raise TransportError(f"{text}; read their logs first")
-            _say(f"{text}: they import, are stopped, or cannot reach the store", None)
+            _say(f"{text}: busy importing, stopped, or without a connection to this host", None)
             warn_at = 2 * waited
         time.sleep(pause)
         pause = min(0.1, 1.5 * pause)

@@ -60,6 +60,9 @@ _REMEDY = (
     "depends on the rank or on local data and make every rank run every unit, or use "
     "transport='shared_memory' on one host"
 )
+_OTHER_MEMBERS = (
+    " The ranks train different parameters of one unit: requires_grad must be the same on all ranks"
+)
 
 # Transports of one shape that this process has made: ranks make them in the same order, so the
 # number tells those of equal ranks apart.
@@ -114,13 +117,13 @@ class OrderCheck:
         if not self._as_remembered:
             self._meet(f"{position.phase} of unit {position.unit!r}")
 
-    def note(self, kind: str, name: str, number: int) -> None:
-        """A collective is about to be issued. Raises DivergenceError when the neighbour is known
-        to issue another one.
+    def note(self, kind: str, name: str, number: int, members: str = "") -> None:
+        """A collective is about to be issued, about some parameters of a bucket. Raises
+        DivergenceError when the neighbour is known to issue another one.
         """
-        item, at = f"{kind} {number}", len(self._issued)
+        item, at = f"{kind} {number} {members}", len(self._issued)
         self._issued.append(item)
-        self._names.append(name)
+        self._names.append(f"{name} (only {members})" if members else name)
         if self._as_remembered and at < len(self._remembered) and self._remembered[at] == item:
             return
         self._as_remembered = False
@@ -228,9 +231,11 @@ class OrderCheck:
             if mine != theirs:
                 here = f"{mine.partition(' ')[0]} of {self._names[i]}"
                 there = f"{theirs.partition(' ')[0]} of {said[3][i]}"
+                same_bucket = mine.split(" ")[:2] == theirs.split(" ")[:2]
                 raise self._diverged(
                     f"as number {i + 1} rank {self._rank} issues the {here}, rank {rank} the "
                     f"{there}",
+                    remark=_OTHER_MEMBERS if same_bucket else "",
                     so_far="are to issue",
                     rank=rank,
                 )

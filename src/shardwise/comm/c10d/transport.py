@@ -66,6 +66,7 @@ _WIRE_DTYPES = frozenset(
 
 
 CPU = torch.device("cpu")
+_OF_SHARDS = frozenset(("all_gather", "broadcast"))  # collectives that move whole buckets
 _ABSENT = object()  # is no function's original
 
 
@@ -240,8 +241,10 @@ class C10dTransport:
         return _Finished(self, bucket, works, what, finish)
 
     def _issue(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
+        kind, plan = call.__name__.strip("_"), bucket.private.get("reduce_plan")
+        members = "" if plan is None or kind in _OF_SHARDS else plan.layout.members
         for check in self._checks:
-            check.note(call.__name__.strip("_"), bucket.name, bucket.private["number"])
+            check.note(kind, bucket.name, bucket.private["number"], members)
         try:
             return call(*args)
         except RuntimeError as error:

@@ -143,7 +143,7 @@ class Mailbox:
         self._wait(
             look, lambda i: domain.controls[i].ended != phase, "to reach the end of its backward"
         )
-        domain.check_abandoned()
+        # Who has abandoned the phase since may be at an exception to which this rank comes too.
         return found
 
     def _unposted(self) -> list[Bucket]:

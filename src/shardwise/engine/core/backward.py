@@ -23,7 +23,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise._torch_compat import at_end_of_backward, graph_task, graph_task_id
+from shardwise._torch_compat import (
+    at_end_of_backward,
+    graph_task,
+    graph_task_id,
+    outside_transforms,
+)
 from shardwise.comm.transport import Position, is_unordered, missing_of
 from shardwise.engine.core.copy import GRAPH
 from shardwise.engine.core.gradients import BucketGrads, Reduction
@@ -317,7 +322,8 @@ def is_to_end(task: int | None) -> bool:
 def _end(task: int, passes: _Passes) -> None:
     """Autograd has run all nodes of a graph task."""
     _ENDS.pop(task, None)  # who comes now, by a hook, gets an end of its own
-    _finish(passes, [b for b in passes if b.first_task == task])
+    ending = [b for b in passes if b.first_task == task]
+    outside_transforms(partial(_finish, passes, ending))
 
 
 def end_now(backward: BackwardPass) -> None:

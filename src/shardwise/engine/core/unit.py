@@ -407,8 +407,9 @@ class Unit(UnitGradients):
         """
         self.forget_dead_slots()
         self.agree_on_flags()
-        if not self.keeps_between_steps and self.wires[0].depth == 0 and self.is_registered():
-            if self.is_kept_by_wish and self.copy.is_there and self.copy.is_current:
+        if self.wires[0].depth == 0 and self.is_registered():
+            kept = self.is_kept_by_wish and self.copy.is_there and self.copy.is_current
+            if self.keeps_between_steps or kept:
                 self.copy.show_shards()
             else:
                 self.reshard()
