@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
-from shardwise.layout import BucketLayout, ParamLayout, ReduceLayout
+from shardwise.layout import BucketLayout, ReduceLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class FakeTransport:
         out.zero_()
         for param, at in zip(layout.params, layout.shard_offsets(rank), strict=True):
             whole = out[param.full_offset : param.full_offset + param.numel]
-            own = own_part(whole.view(param.spec.shape), param, rank)
+            own = param.rows_of(whole.view(param.spec.shape), rank)
             own.copy_(shard[at : at + own.numel()].view(own.shape))
         return DONE
 
@@ -118,7 +118,7 @@ class OwnGrads:
         out.zero_()
 
     def put(self, index: int, grad: torch.Tensor) -> None:
-        own = own_part(grad.detach(), self.layout.params[index], self._rank)
+        own = self.layout.params[index].rows_of(grad.detach(), self._rank)
         at = self._offsets[index]
         target = self._out[at : at + own.numel()].view(own.shape)
         target.add_(own, alpha=self._pre_scale)
@@ -136,9 +136,3 @@ class OwnGrads:
             self._out[self.layout.counts_offset :], self._arrived, strict=True
         ):
             count.fill_(float(arrived))
-
-
-def own_part(whole: torch.Tensor, param: ParamLayout, rank: int) -> torch.Tensor:
-    """The rows of `rank` as a view; of a scalar one element or none."""
-    whole = whole if whole.dim() else whole.view(1)
-    return whole.narrow(param.spec.shard_dim, param.cuts.start(rank), param.cuts.size(rank))

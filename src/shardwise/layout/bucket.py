@@ -133,6 +133,18 @@ class ParamLayout:
     def shard_numel(self, rank: int) -> int:
         return self.outer * self.cuts.size(rank) * self.inner
 
+    def rows_of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The part of a whole tensor that `rank` owns, as a view; of one without dims, an element
+        or none.
+        """
+        if not self.spec.shape:
+            return whole.view(1)[: self.cuts.size(rank)]
+        return whole.narrow(self.spec.shard_dim, self.cuts.start(rank), self.cuts.size(rank))
+
+    def part_in(self, buffer: torch.Tensor, at: int, rank: int) -> torch.Tensor:
+        """The part that `rank` owns where it lies in a flat buffer, as a view."""
+        return buffer[at : at + self.shard_numel(rank)].view(self.shard_shape(rank))
+
     def shard_numels(self) -> list[int]:
         """`shard_numel` of every rank."""
         row = self.outer * self.inner

@@ -147,8 +147,7 @@ class BucketState:
         assert registered is not None
         layout, rank = registered.layout, self.own_rank
         p, at = layout.params[index], layout.shard_offsets(rank)[index]
-        part = registered.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
-        return own_storage(self.typed(part))
+        return own_storage(self.typed(p.part_in(registered.buffer, at, rank)))
 
     def typed(self, part: torch.Tensor) -> torch.Tensor:
         """A part of a buffer as the parameters are: what lies in buffers is real."""

@@ -97,7 +97,7 @@ class Home:
         for p, at, part in zip(
             layout.params, layout.offsets(self.rank), self._parts(out, first), strict=True
         ):
-            rows = part.narrow(p.spec.shard_dim, p.cuts.start(self.rank), p.cuts.size(self.rank))
+            rows = p.rows_of(part, self.rank)
             total[at : at + rows.numel()].view(rows.shape).copy_(rows)
         total[layout.counts_offset :].copy_(out[first.counts_offset :])
         return total, layout
@@ -106,7 +106,7 @@ class Home:
         """The shard's part of every gradient, as views."""
         rank = self.mesh.shard.rank
         return [
-            out[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
+            p.part_in(out, at, rank)
             for p, at in zip(first.params, first.offsets(rank), strict=True)
         ]
 

@@ -82,10 +82,7 @@ class Regrouped:
         for part in self._parts:
             for i, param in enumerate(part.state.params):
                 p, rank = part.bucket.layout.params[i], part.mesh.shard.rank
-                rows = param.full_own.narrow(
-                    p.spec.shard_dim, p.cuts.start(rank), p.cuts.size(rank)
-                )
-                _own_rows(part, i).copy_(rows)
+                _own_rows(part, i).copy_(p.rows_of(param.full_own, rank))
         self.is_kept = True
 
     def register(self) -> None:
@@ -142,5 +139,4 @@ def _own_rows(part: _Part, index: int) -> torch.Tensor:
     """This rank's part of a parameter in the smaller-world buffer."""
     layout, rank = part.bucket.layout, part.mesh.shard.rank
     p, at = layout.params[index], layout.shard_offsets(rank)[index]
-    rows = part.bucket.buffer[at : at + p.shard_numel(rank)].view(p.shard_shape(rank))
-    return part.state.typed(rows)
+    return part.state.typed(p.part_in(part.bucket.buffer, at, rank))
