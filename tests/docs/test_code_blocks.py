@@ -168,7 +168,7 @@ def test_command(block: Block, line: str, tmp_path: Path) -> None:
 def _make(words: list[str], folder: Path) -> None:
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for word in words:
-        assert word in targets or re.fullmatch(r"[A-Z]+=.*", word), word
+        assert word in targets or re.fullmatch(r"[A-Z_]+=.*", word), word
 
 
 def _pip(words: list[str], folder: Path) -> None:

@@ -1,10 +1,10 @@
 """A wire: what transports share that serve one set of ranks, with the engine's phases on it.
 
 Control passes from the user to the engine and back many times a step; transports that read peers'
-memory must know when (DESIGN section 7). Phases nest (a unit inside the root's forward, a
-recomputed forward inside a backward), so a wire counts the depth and tells the transport about the
-outermost phase only. All units of a mesh share one wire; a model whose parameters lie on meshes of
-other ranks has several, which are entered, left and abandoned together.
+memory must know when. Phases nest (a unit inside the root's forward, a recomputed forward inside a
+backward), so a wire counts the depth and tells the transport about the outermost phase only. All
+units of a mesh share one wire; a model whose parameters lie on meshes of other ranks has several,
+which are entered, left and abandoned together.
 """
 
 from __future__ import annotations
