@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ranks import on_ranks
 from shardwise import _torch_compat as compat
@@ -202,3 +203,87 @@ def test_memory_changes_storages_and_views_follow() -> None:
 def test_the_backend_that_serves_a_device(rank: int, world: int) -> None:
     assert compat.backend_name(None, torch.device("cpu")) == "gloo"
     assert compat.backend_name(dist.group.WORLD, torch.device("cpu")) == "gloo"
+
+
+def test_what_autograd_says_of_a_tensor_that_was_written() -> None:
+    w = torch.ones(2, 3, requires_grad=True)
+    loss = (w * torch.ones(2, 3, requires_grad=True)).sum()
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert compat.written_since(caught.value) == (6, w._version)
+    assert compat.written_since(RuntimeError("another one")) is None
+
+
+@on_ranks(2)
+def test_what_dtensor_says_when_it_refuses(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    cut = DTensor.from_local(torch.ones(2 - rank, 4), mesh, [Shard(0)], shape=(3, 4), stride=(4, 1))
+    with pytest.raises(RuntimeError) as caught:
+        cut + torch.ones(3, 4)
+    assert compat.says_mixed(caught.value) and not compat.says_uneven(caught.value)
+    with pytest.raises(RuntimeError) as caught:
+        cut.view(-1)
+    assert compat.says_uneven(caught.value) and not compat.says_mixed(caught.value)
+
+
+def test_leaves_of_a_graph() -> None:
+    w = torch.ones(2, requires_grad=True)
+    node = (w * 2).grad_fn
+    assert node is not None
+    leaves = [compat.leaf_of(behind) for behind, _ in node.next_functions if behind is not None]
+    assert any(leaf is w for leaf in leaves) and compat.leaf_of(node) is None
+
+
+def test_hooks_are_shared() -> None:
+    """A handle removes a hook from whatever tensor it went over to."""
+    before, after, seen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
+    handles = [
+        before.register_hook(lambda _: seen.append("gradient")),
+        before.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated")),
+    ]
+    hooks = compat.hooks_of(before)
+    compat.share_hooks(after, hooks)
+    assert all(a is b for a, b in zip(compat.hooks_of(after), hooks, strict=True))
+    assert [len(kept) for kept in hooks] == [1, 1]
+    for handle in handles:
+        handle.remove()
+    assert compat.tensor_hooks(after) == compat.post_accumulate_hooks(after) == ()
+    assert not seen
+
+
+def test_a_dtensor_that_others_hold_changes() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        held = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)])
+        other = DTensor.from_local(torch.zeros(4, 2), mesh, [Shard(1)])
+        compat.repoint(held, compat.local_of(other), compat.spec_of(other))
+        assert held.shape == (4, 4) and held.placements == (Shard(1),)
+        assert held.to_local().data_ptr() == other.to_local().data_ptr()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_modules_and_parametrizations_on_the_stack() -> None:
+    seen: list[list[str]] = []
+
+    class Inner(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append([type(m).__name__ for m in compat.modules_running()])
+            return x
+
+    class Doubled(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append([str(compat.in_parametrization())])
+            return 2 * x
+
+    torch.nn.Sequential(Inner())(torch.ones(1))
+    layer = torch.nn.Linear(2, 2)
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    assert seen[0] == ["Inner", "Sequential"]
+    seen.clear()
+    assert layer.weight.shape == (2, 2)
+    Doubled()(torch.ones(1))
+    assert seen == [["True"], ["False"]]

@@ -6,9 +6,11 @@ Tested on every supported torch version by tests/test_torch_compat.py.
 from __future__ import annotations
 
 import functools
+import math
+import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 # Sees every operator, the collectives of C++ reducers included; there is no public name.
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode  # noqa: F401
@@ -222,6 +225,24 @@ def add_accumulation_hook(
     return leaf._post_accumulate_grad_hooks, handle.id  # type: ignore[return-value]
 
 
+def hooks_of(leaf: torch.Tensor) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """The dicts in which a leaf keeps its hooks, those on its gradient and those behind the
+    accumulation. Handles of hooks remove them there, so forms of one parameter share the dicts.
+    """
+    kept: Any = leaf
+    return kept._backward_hooks or OrderedDict(), kept._post_accumulate_grad_hooks or OrderedDict()
+
+
+def share_hooks(leaf: Any, hooks: tuple[OrderedDict[int, Any], OrderedDict[int, Any]]) -> None:
+    """Let a leaf keep its hooks in these dicts."""
+    leaf._backward_hooks, leaf._post_accumulate_grad_hooks = hooks
+
+
+def repoint(tensor: Any, local: torch.Tensor, spec: Any) -> None:
+    """Another stored part, and how it lies, for a DTensor that others hold. No public call does."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
 def tensor_hooks(tensor: torch.Tensor) -> Sequence[Callable[[torch.Tensor], torch.Tensor | None]]:
     """The hooks that `register_hook` stored on a leaf."""
     return tuple((tensor._backward_hooks or {}).values())
@@ -350,3 +371,54 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
         return (group or dist.group.WORLD)._get_backend(device).name()  # type: ignore[union-attr]
     except RuntimeError:
         return ""
+
+
+# -- what torch says in words only ---------------------------------------------------------------
+_VERSION = re.compile(r"inplace operation: \[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+)")
+
+
+def written_since(error: BaseException) -> tuple[int, int] | None:
+    """Elements and version of the tensor that autograd's error is about, which was written after it
+    was saved; None for other errors. No error class tells.
+    """
+    found = _VERSION.search(str(error)) if type(error) is RuntimeError else None
+    if found is None:
+        return None
+    return math.prod(map(int, filter(None, found[1].split(", ")))), int(found[2])
+
+
+def says_mixed(error: BaseException) -> bool:
+    """DTensor refuses plain tensors beside DTensors; no error class tells."""
+    return "mixed torch.Tensor and DTensor" in str(error)
+
+
+def says_uneven(error: BaseException) -> bool:
+    """DTensor refuses to flatten a dim that is cut unevenly; no error class tells."""
+    return "Cannot flatten unevenly sharded" in str(error)
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf into which a node of a graph adds a gradient; None for other nodes. The class has no
+    public name.
+    """
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+# -- what only the stack tells -------------------------------------------------------------------
+def modules_running() -> Iterator[nn.Module]:
+    """Modules whose forward is on this thread's stack, innermost first. A module does not know its
+    parents; the frames of `nn.Module._call_impl` do, at the moment that matters.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def in_parametrization() -> bool:
+    """Whether torch computes a parametrization now, or removes one. Asked behind an error only."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != parametrize.__name__:
+        frame = frame.f_back
+    return frame is not None

@@ -11,7 +11,6 @@ partial   sum of gradients that were not reduced yet (accumulation without sync)
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,14 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import local_of, post_accumulate_hooks, spec_of, tensor_hooks
+from shardwise._torch_compat import (
+    hooks_of,
+    local_of,
+    post_accumulate_hooks,
+    share_hooks,
+    spec_of,
+    tensor_hooks,
+)
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.mesh.spread import Spread
 from shardwise.engine.tensor.shard_tensor import Mark, Pending, ShardTensor
@@ -44,15 +50,14 @@ class Belongings:
     sharding remove them, and what is set on one form is there on the others.
     """
 
-    __slots__ = ("accumulate_hooks", "attributes", "hooks", "kind")
+    __slots__ = ("attributes", "hooks", "kind")
 
     def __init__(self, origin: torch.Tensor) -> None:
         inner = () if type(origin) in _SIMPLE else vars(origin.detach())
         self.attributes: dict[str, Any] = {
             k: v for k, v in vars(origin).items() if k not in _NOT_USERS and k not in inner
         }
-        self.hooks = origin._backward_hooks or OrderedDict()
-        self.accumulate_hooks = origin._post_accumulate_grad_hooks or OrderedDict()
+        self.hooks = hooks_of(origin)
         kind = type(origin)
         is_own = issubclass(kind, nn.Parameter) and not hasattr(kind, "materialize")
         self.kind: Any = kind if is_own and kind is not nn.Parameter else None
@@ -71,8 +76,7 @@ class Belongings:
     def give_registered(self, sharded: Any) -> None:
         """The same, with the hooks: the engine runs those of the registered form."""
         self.give(sharded)
-        sharded._backward_hooks = self.hooks
-        sharded._post_accumulate_grad_hooks = self.accumulate_hooks
+        share_hooks(sharded, self.hooks)
 
     def give_full(self, full: torch.Tensor) -> None:
         self.give(full)

@@ -9,7 +9,6 @@ forward            model around the sharded module; tensors that nobody filled a
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch_compat import (
     is_replicated,
     local_of,
+    modules_running,
     post_accumulate_hooks,
     tensor_hooks,
 )
@@ -165,16 +165,12 @@ def models_running(module: nn.Module) -> Iterator[nn.Module]:
 
     A sharded module does not know its parents; the stack does, at the moment that matters.
     """
-    frame = sys._getframe(1)
     seen: set[int] = set()
-    while frame is not None:
-        if frame.f_code.co_name == "_call_impl":
-            caller = frame.f_locals.get("self")
-            if isinstance(caller, nn.Module) and id(caller) not in seen:
-                seen.add(id(caller))
-                if any(m is module for m in caller.modules()):
-                    yield caller
-        frame = frame.f_back  # type: ignore[assignment]
+    for caller in modules_running():
+        if id(caller) not in seen:
+            seen.add(id(caller))
+            if any(m is module for m in caller.modules()):
+                yield caller
 
 
 def check_owned(root: nn.Module, owned: set[int], ignored: set[int], data_ranks: set[int]) -> None:

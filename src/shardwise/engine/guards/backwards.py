@@ -18,8 +18,6 @@ failure     an exception passes through no hook. All contexts that took part go 
 from __future__ import annotations
 
 import functools
-import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -27,7 +25,13 @@ from typing import Any
 
 import torch
 
-from shardwise._torch_compat import around_backwards, functorch_transform, graph_task
+from shardwise._torch_compat import (
+    around_backwards,
+    functorch_transform,
+    graph_task,
+    leaf_of,
+    written_since,
+)
 from shardwise.engine.core.backward import is_to_end
 from shardwise.engine.core.context import Context, contexts, output_at
 from shardwise.engine.core.guests import take_back
@@ -37,7 +41,6 @@ from shardwise.errors import EngineError
 
 _grads = attrgetter("grads")
 _INPUTS = 3  # the place of `inputs` among the arguments of autograd's engine
-_VERSION = re.compile(r"inplace operation: \[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+)")
 _running = 0  # backwards, on all threads, those inside of others not counted
 
 
@@ -182,25 +185,24 @@ def _graph(outputs: Sequence[Any], is_passed: Callable[[Any], bool] = lambda _: 
 def _params_in(graph: Graph) -> Iterator[tuple[Any, ShardedParam]]:
     """The leaves of a graph that are gathered parameters."""
     for node in graph:
-        if type(node).__name__ == "AccumulateGrad":
-            param = home_of(node.variable)
-            if param is not None and param.full is node.variable:
-                yield node, param
+        leaf = leaf_of(node)
+        param = None if leaf is None else home_of(leaf)
+        if param is not None and param.full is leaf:
+            yield node, param
 
 
 # -- an error that names the unit ----------------------------------------------------------------
 def _named(error: BaseException, outputs: Sequence[Any], live: list[Context]) -> EngineError | None:
     """In place of autograd's word on versions, where it means a parameter of ours."""
-    found = _VERSION.search(str(error)) if type(error) is RuntimeError else None
+    found = written_since(error)
     if found is None:
         return None
-    numel, version = math.prod(map(int, filter(None, found[1].split(", ")))), int(found[2])
     params = [
         param
         for unit in chain.from_iterable(context.units for context in live)
         for param in unit.params
         if param.full is not None
-        and (param.full.numel(), param.full._version) == (numel, version)
+        and (param.full.numel(), param.full._version) == found
         and _is_entered(unit, param, outputs)
     ]
     return EngineError(_text(params)) if params else None

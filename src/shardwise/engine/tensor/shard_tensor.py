@@ -34,10 +34,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch_compat import (
+    in_parametrization,
     local_of,
     make_spec,
     new_dtensor,
     new_dtensors,
+    repoint,
+    says_mixed,
+    says_uneven,
     spec_of,
     strided_shard,
 )
@@ -383,15 +387,15 @@ def _may_run_whole(info: rules.OpInfo, error: RuntimeError) -> bool:
     """
     if info.writes or info.returns_view:
         return False
-    is_mixed = "mixed torch.Tensor and DTensor" in str(error)
-    return isinstance(error, NotImplementedError) or (is_mixed and texts.in_parametrization())
+    is_whole = says_mixed(error) and in_parametrization()
+    return is_whole or isinstance(error, NotImplementedError)
 
 
 def _explain(error: RuntimeError, func: Any, originals: dict[int, ShardTensor], args: Any) -> None:
     """Raise an error of ours where there is one, else say at `error` what to do."""
-    if "mixed torch.Tensor and DTensor" in str(error):
+    if says_mixed(error):
         raise EngineError(texts.mixed_text(func, originals, args)) from error
-    if "Cannot flatten unevenly sharded" in str(error):
+    if says_uneven(error):
         raise EngineError(texts.uneven_text(func, originals)) from error
     error.add_note(texts.no_rule_note(func, originals))
 
@@ -462,7 +466,7 @@ def _finish_partial(info: rules.OpInfo, args: Any) -> None:
         target = args[position] if position < len(args) else None
         if type(target) is ShardTensor and any(p.is_partial() for p in target.placements):
             whole = target.redistribute(placements=[Replicate()] * target.device_mesh.ndim)
-            target._local_tensor, target._spec = local_of(whole), spec_of(whole)
+            repoint(target, local_of(whole), spec_of(whole))
 
 
 def _finished(t: ShardTensor) -> ShardTensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
-from torch.nn.utils import parametrize
+
+from shardwise._torch_compat import in_parametrization
 
 
 def mixed_text(func: Any, originals: dict[int, Any], args: Any) -> str:
@@ -60,14 +60,6 @@ def uneven_text(func: Any, originals: dict[int, Any]) -> str:
         "(shard_placement_fn), use strategy='no_shard', or flatten .full_tensor() (a copy: writes "
         "to it change nothing)"
     )
-
-
-def in_parametrization() -> bool:
-    """Whether torch computes a parametrization now, or removes one. Asked behind an error only."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != parametrize.__name__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def no_rule_note(func: Any, originals: dict[int, Any]) -> str:
