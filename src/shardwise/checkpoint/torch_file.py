@@ -224,8 +224,9 @@ def _check_directory(content: Tensor, where: str) -> None:
 def _load_legacy(content: Tensor, where: str, names: Any) -> Any:
     total = content.numel()
     head = io.BytesIO(content[: max_metadata_bytes(total)].numpy().tobytes())
-    if [load_next(head, where, names, total) for _ in range(2)] != [_MAGIC, _PROTOCOL]:
-        raise CheckpointError(f"{where}: refused, damaged or no torch.save file")
+    no_file = f"{where}: refused, damaged or no torch.save file"
+    if [load_next(head, no_file, names, total) for _ in range(2)] != [_MAGIC, _PROTOCOL]:
+        raise CheckpointError(no_file)
     load_next(head, where, names, total)  # the machine that wrote it
     begin, dtypes = head.tell(), dict[str, torch.dtype]()
 
