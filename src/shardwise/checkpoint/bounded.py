@@ -109,9 +109,8 @@ def short(value: Any) -> str:
 
 
 def _shorter(value: Any) -> str:
-    is_plain = value is None or isinstance(value, bool | float | str | bytes)
-    if isinstance(value, int) and abs(value) < 10**18:
-        is_plain = True
+    is_short = isinstance(value, int) and abs(value) < 10**18
+    is_plain = is_short or value is None or isinstance(value, float | str | bytes)
     return repr(value[:60] if isinstance(value, str | bytes) else value) if is_plain else "..."
 
 

@@ -40,10 +40,8 @@ class FileEntry:
     def from_json(cls, said: Said) -> FileEntry:
         entry = cls(said.at("size_bytes").count(), said.at("checksums").text())
         if len(entry.checksums) != entry.num_blocks * _HEX_DIGITS:
-            raise CheckpointError(
-                f"{said}: {entry.size_bytes} bytes have {entry.num_blocks} blocks, found "
-                f"{len(entry.checksums) / _HEX_DIGITS:g} checksums"
-            )
+            found = len(entry.checksums) / _HEX_DIGITS
+            raise CheckpointError(f"{said}: {entry.num_blocks} blocks, found {found:g} checksums")
         return entry
 
     def of_block(self, block: int) -> str:

@@ -145,10 +145,8 @@ class DcpSource:
             self._last = (span, self._item(key, span))
         value, dtype = self._last[1], self.tensors[key].dtype
         found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value)
-        if found != (dtype, stored.size):
-            raise CheckpointError(
-                f"{self.path}: {key}: expected {dtype} {stored.size}, found {found}"
-            )
+        if found != (wanted := (dtype, stored.size)):
+            raise CheckpointError(f"{self.path}: {key}: expected {wanted}, found {found}")
         return value
 
     def close(self) -> None:

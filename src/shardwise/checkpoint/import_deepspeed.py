@@ -185,13 +185,10 @@ class DeepSpeedSource:
 def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
     found: dict[int, Path] = {}
     for file in path.iterdir():
-        match = pattern.fullmatch(file.name)
-        if match is None:
+        if (match := pattern.fullmatch(file.name)) is None:
             continue
         if int(match[2]) != 0:
-            raise CheckpointError(
-                f"{path}: was written with tensor parallelism (mp_rank {match[2]})"
-            )
+            raise CheckpointError(f"{file}: was written with tensor parallelism")
         found[int(match[1])] = file
     if sorted(found) != list(range(len(found))) or not found:
         raise CheckpointError(f"{path}: has files of the ranks {sorted(found)} only")

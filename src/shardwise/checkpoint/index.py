@@ -91,8 +91,7 @@ class Index:
         ties = {alias: name.text() for alias, name in tied.entries().items()}
         for alias, name in ties.items():
             if name not in tensors or alias in tensors:
-                text = f"{alias} is tied to {short(name)}, which is no tensor"
-                raise CheckpointError(f"{where}: {text}")
+                raise CheckpointError(f"{where}: {alias} is tied to {short(name)}, no tensor")
         try:
             objects = {k: from_json(v.value, str(v)) for k, v in held.entries().items()}
         except RecursionError:
