@@ -12,7 +12,7 @@ help:
 	@echo "make setup   install into .venv (TORCH_INDEX=URL: where torch may come from too)"
 	@echo "make demo    train the built-in decoder on 2 ranks"
 	@echo "make test    run the tests (ARGS=... goes to pytest)"
-	@echo "make test-all  the tests, then 2,000 random programs (an hour)"
+	@echo "make test-all  the tests, more random searches, then 2,000 random programs (2 hours)"
 	@echo "make check   lint, format, types, layers, spelling, project rules, docs/files.md, size budget"
 	@echo "make format  rewrite files to the formatter's taste, apply safe lint fixes"
 	@echo "make bench   the standard set: shardwise beside its peers, into benchmarks/results/"
@@ -43,6 +43,8 @@ test: setup
 
 # What takes longer than CI has: run it before a release, and write down what it said.
 test-all: test
+	SHARDWISE_EXAMPLES=30 $(BIN)/python -m pytest tests/checkpoint/test_checkpoint_hostile.py \
+		tests/checkpoint/test_checkpoint_every_value.py tests/layout
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
 	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:200 --worlds 2 --modes c10d,shared_memory

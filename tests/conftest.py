@@ -11,13 +11,19 @@ import pytest
 import torch
 
 import ranks
+import search
 
 torch.set_num_threads(1)
 
-# No deadline: two cores are shared with other work. In CI the same examples on each run.
-hypothesis.settings.register_profile("local", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+# No deadline: two cores are shared with other work. What is random in `search` only.
+hypothesis.settings.register_profile(
+    "suite",
+    deadline=None,
+    max_examples=100 * search.TIMES,
+    derandomize=not search.IS_RANDOM,
+    print_blob=True,
+)
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,6 +21,7 @@ import shardwise as sw
 from shardwise.checkpoint import store
 from shardwise.checkpoint.files import FileEntry, write_checked
 from shardwise.checkpoint.importing import open_source
+from shardwise.checkpoint.said import Said
 from shardwise.errors import CheckpointError
 
 
@@ -88,7 +89,7 @@ def forge(path: Path, change: Any) -> None:
     change(index)
     entry = write_checked(path / "index.json", json.dumps(index).encode())
     manifest = json.loads((path / store.MANIFEST).read_text())
-    files = {name: FileEntry.from_json(v, "here") for name, v in manifest["files"].items()}
+    files = {name: FileEntry.from_json(Said(v, "here")) for name, v in manifest["files"].items()}
     saving = path.with_name(f".saving_{path.name}")
     path.rename(saving)
     store.commit(saving, manifest["step"], manifest["world_size"], {**files, "index.json": entry})
@@ -107,7 +108,7 @@ W = "model.unused"
         (lambda i: at(i, W, file="../other"), "lies in '../other', which the manifest"),
         (lambda i: at(i, W, file="/etc/passwd"), "lies in '/etc/passwd', which the manifest"),
         (lambda i: at(i, W, offset=2**40), "bytes at 1099511627776 of rank_00000"),
-        (lambda i: at(i, W, offset=-8), "bytes at -8 of"),
+        (lambda i: at(i, W, offset=-8), "offset: expected whole numbers"),
         (lambda i: at(i, W, size=[6, 3]), "its parts have 18 of 21 elements"),
         (lambda i: at(i, W, start=[1, 0]), "is not inside of (7, 3)"),
         (lambda i: i["tensors"][W].update(dtype="F33"), "unknown dtype 'F33'"),

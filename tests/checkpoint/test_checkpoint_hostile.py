@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import shardwise as sw
+from search import TIMES
 from shardwise.checkpoint.boxes import Box, tiling_problem
 from shardwise.checkpoint.importing import open_source
 from shardwise.cli.checkpoint import main
@@ -197,7 +198,7 @@ def test_a_grid_of_parts_is_checked_in_time(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60 * TIMES, deadline=None)
 def test_parts_that_tile_are_those_that_cover_once(data: Any) -> None:
     """Against counting, on boxes that tile and on the same after a change."""
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
@@ -351,7 +352,9 @@ def changes(draw: Any) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize("kind", KINDS)
 @given(number=st.integers(0, 9), change=changes())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60 * TIMES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_damage_is_one_line(
     inputs: Any, tmp_path: Path, kind: str, number: int, change: Callable[[bytes], bytes]

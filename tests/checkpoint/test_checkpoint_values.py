@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from search import TIMES
 from shardwise.checkpoint.json_values import from_json, to_json
 from shardwise.errors import CheckpointError
 
@@ -31,7 +32,7 @@ def through(value: Any) -> Any:
     return from_json(json.loads(json.dumps(to_json(value, "here"), allow_nan=False)), "here")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50 * TIMES, deadline=None)
 @given(VALUES)
 def test_what_goes_in_comes_out(value: Any) -> None:
     found = through(value)

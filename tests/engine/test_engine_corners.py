@@ -233,3 +233,39 @@ def test_optimizer_of_gathered_parameters_after_a_replacement(rank: int, world: 
     for name, p in model.named_parameters():
         assert not torch.equal(p.full_tensor(), before[name]), name
     assert not torch.equal(model.norm.weight.full_tensor(), torch.full((8,), 2.0))
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.zeros(2, 3, dtype=torch.bool, device=x.device)
+        hidden[:, 2] = not self.training
+        return self.encoder(x, src_key_padding_mask=hidden)[:, 0]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@on_ranks(2)
+def test_units_inside_of_an_encoder_layer(strategy: str, rank: int, world: int) -> None:
+    """Evaluated, the layer would hand the parameters of all modules below to one kernel."""
+    torch.manual_seed(0)
+    plain = Encoder()
+    model = copy.deepcopy(plain)
+    for layer in model.encoder.layers:
+        for module in (layer.self_attn, layer.linear1, layer):
+            sw.fully_shard(module, strategy=strategy)
+    sw.fully_shard(model, strategy=strategy)
+    x = torch.ones(2, 3, 8).cumsum(1)
+    for training in (False, True, False):
+        for m in (plain, model):
+            m.train(training)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x))
+    for m in (plain, model):
+        m.train()
+        m(x).square().mean().backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)

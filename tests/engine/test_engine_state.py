@@ -255,3 +255,16 @@ def test_assign_reaches_every_module_of_a_list(world: int) -> None:
     model(batch(model, 0, 0))
     for name, value in model.state_dict().items():
         assert torch.equal(value.to_local(), new[name].to_local()), name
+
+
+@on_ranks(2)
+def test_in_inference_mode(rank: int, world: int) -> None:
+    """An evaluation writes a checkpoint; training goes on."""
+    for setting in EVERY:
+        plain, model = make(Mlp), setting.shard(make(Mlp), world)
+        with torch.inference_mode():
+            model(batch(Mlp, 0, rank))
+            state = model.state_dict()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(full(state[name]), value), f"{setting}: {name}"
+        loss_of(model(batch(Mlp, 0, rank))).backward()

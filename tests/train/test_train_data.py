@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from search import TIMES
 from shardwise.errors import ConfigError
 from shardwise.train import corpus as corpus_module
 from shardwise.train.config import Config, DataConfig, DecoderConfig, RunConfig, TrainConfig
@@ -189,7 +190,7 @@ def test_binary_and_hidden_files_of_a_folder_are_left_out(tmp_path):
 # ---- token files
 
 
-@settings(max_examples=30)
+@settings(max_examples=30 * TIMES)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     seq_len=st.integers(1, 9),

@@ -9,6 +9,7 @@ model, and its names lose the wrapper's prefix.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.checkpoint.bounded import parse_json
 from shardwise.checkpoint.names import canonical, wrapped
+from shardwise.checkpoint.said import Said
 from shardwise.engine.module import FSDPModule
 
 BESIDE = "beside"  # the key of our objects: {"prefix": ..., "from": ..., file name: text}
@@ -67,7 +70,7 @@ def contents(files: Mapping[str, str], dtypes: Iterable[Any] = ()) -> dict[str, 
     found |= {n: t.encode() for n, t in files.items() if _NAMES.fullmatch(n)}
     floating = [d for d in dtypes if d.is_floating_point]
     if "config.json" in found and floating:
-        config = json.loads(found["config.json"])
+        config = Said(parse_json(found["config.json"], "config.json"), "config.json").of(dict)
         config["dtype"] = str(floating[0]).removeprefix("torch.")
         config.pop("torch_dtype", None)
         found["config.json"] = json.dumps(config, indent=2, sort_keys=True).encode()
@@ -77,7 +80,7 @@ def contents(files: Mapping[str, str], dtypes: Iterable[Any] = ()) -> dict[str, 
 def files_in(directory: Path) -> dict[str, bytes]:
     """The configuration, tokenizer and so on in a directory of weights; none without a
     config.json."""
-    if not (directory / "config.json").is_file():
+    if not os.path.isfile(directory / "config.json"):  # False for a name that cannot be
         return {}
     return {
         path.name: path.read_bytes()

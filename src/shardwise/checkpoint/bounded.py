@@ -8,11 +8,11 @@ tensors    in all at most twice the bytes on disk and 64 MiB: nothing grows out 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,9 @@ def read_metadata(path: Path, data_bytes: int = 0) -> bytes:
         return file.read(size)
 
 
-def parse_json(
-    content: bytes | bytearray,
-    where: str,
-    data_bytes: int = 0,
-    hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
-) -> Any:
-    """JSON whose size was looked at first; CheckpointError where it is none."""
+def parse_json(content: bytes | bytearray, where: str, data_bytes: int = 0) -> Any:
+    """JSON whose size was looked at first, in which each name stands once and no number has more
+    than 303 digits; CheckpointError where it is none."""
     values = content.count(b",") + content.count(b":")
     values += 4 * (content.count(b"{") + content.count(b"["))  # containers take more memory
     if len(content) > max_metadata_bytes(data_bytes) or values > max_values(data_bytes):
@@ -70,9 +66,22 @@ def parse_json(
             f"{max_metadata_bytes(data_bytes):,} and {max_values(data_bytes):,} are read"
         )
     try:
-        return json.loads(content, object_pairs_hook=hook)
+        return json.loads(content, object_pairs_hook=_no_duplicates, parse_int=_whole_number)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: no JSON: {error}") from None
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > 303:  # it would be no float
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 def counts(value: Any, where: str, length: int | None = None) -> tuple[int, ...]:
@@ -94,14 +103,14 @@ def shape_of(value: Any, where: str) -> tuple[int, ...]:
 def short(value: Any) -> str:
     """A few words of a value, for a message."""
     if isinstance(value, list | tuple | dict | set | frozenset):
-        return f"a {type(value).__name__} of {len(value)}: {[_shorter(v) for v in [*value][:8]]}"
+        first = [_shorter(v) for v in itertools.islice(value, 8)]
+        return f"a {type(value).__name__} of {len(value)}: {first}"
     return _shorter(value)
 
 
 def _shorter(value: Any) -> str:
-    is_plain = value is None or isinstance(value, bool | float | str | bytes)
-    if isinstance(value, int) and abs(value) < 10**18:
-        is_plain = True
+    is_short = isinstance(value, int) and abs(value) < 10**18
+    is_plain = is_short or value is None or isinstance(value, float | str | bytes)
     return repr(value[:60] if isinstance(value, str | bytes) else value) if is_plain else "..."
 
 

@@ -90,14 +90,13 @@ def _difference(left: Source, a: str, right: Source, b: str) -> str:
         x, y = torch.empty(box.size, dtype=one.dtype), torch.empty(box.size, dtype=one.dtype)
         left.read(a, box, x)
         right.read(b, box, y)
-        if torch.equal(
-            x.view(torch.uint8) if x.dim() else x, y.view(torch.uint8) if y.dim() else y
-        ):
+        if torch.equal(x.flatten().view(torch.uint8), y.flatten().view(torch.uint8)):
             continue
-        unequal = x.double() != y.double()
+        x, y = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (x, y))
+        unequal = x != y
         count += int(unequal.sum())
         if not a.startswith(RNG):
-            largest = max(largest, float((x.double() - y.double()).abs().max()))
+            largest = max(largest, float((x - y).abs().max()))
     return f"{count} elements differ, by up to {largest:.3g}" if count else ""
 
 

@@ -56,9 +56,8 @@ def export_safetensors(
 
 def files_of_source(source: Source, dtypes: Iterable[Any]) -> dict[str, bytes]:
     """The same for what is exported."""
-    kept = source.objects.get(BESIDE)
-    if isinstance(kept, dict) and all(isinstance(v, str) for v in kept.values()):
-        return contents(kept, dtypes)
+    if BESIDE in source.objects:
+        return contents(source.objects[BESIDE], dtypes)
     here = source.path if source.path.is_dir() else source.path.parent
     texts = files_in(here)
     if "config.json" not in texts:
@@ -69,12 +68,9 @@ def files_of_source(source: Source, dtypes: Iterable[Any]) -> dict[str, bytes]:
 
 def prefix_of(source: Source) -> str:
     """What the names of all weights begin with because a wrapper stood around the model."""
-    kept = source.objects.get(BESIDE)
-    prefix = kept.get("prefix") if isinstance(kept, dict) else None
+    prefix = source.objects.get(BESIDE, {}).get("prefix", "")
     names = [k for k in source.tensors if k.startswith(MODEL)]
-    if isinstance(prefix, str) and all(k.startswith(MODEL + prefix) for k in names):
-        return prefix
-    return ""
+    return prefix if all(k.startswith(MODEL + prefix) for k in names) else ""
 
 
 def _stripped(source: Source, prefix: str | None) -> dict[str, str]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from shardwise.checkpoint.bounded import open_regular
+from shardwise.checkpoint.said import Said
 from shardwise.errors import CheckpointError
 
 BLOCK_BYTES = 2**20
@@ -36,31 +37,19 @@ class FileEntry:
         return {"size_bytes": self.size_bytes, "checksums": self.checksums}
 
     @classmethod
-    def from_json(cls, value: Any, where: str) -> FileEntry:
-        size, sums = (
-            (value.get("size_bytes"), value.get("checksums"))
-            if isinstance(value, dict)
-            else (None, None)
-        )
-        if type(size) is not int or size < 0 or not isinstance(sums, str):
-            raise CheckpointError(f"{where}: expected size_bytes and checksums, found {value!r}")
-        if len(sums) != _num_blocks(size) * _HEX_DIGITS:
-            raise CheckpointError(
-                f"{where}: {size} bytes have {_num_blocks(size)} blocks, found "
-                f"{len(sums) / _HEX_DIGITS:g} checksums"
-            )
-        return cls(size, sums)
+    def from_json(cls, said: Said) -> FileEntry:
+        entry = cls(said.at("size_bytes").count(), said.at("checksums").text())
+        if len(entry.checksums) != entry.num_blocks * _HEX_DIGITS:
+            found = len(entry.checksums) / _HEX_DIGITS
+            raise CheckpointError(f"{said}: {entry.num_blocks} blocks, found {found:g} checksums")
+        return entry
 
     def of_block(self, block: int) -> str:
         return self.checksums[block * _HEX_DIGITS : (block + 1) * _HEX_DIGITS]
 
     @property
     def num_blocks(self) -> int:
-        return _num_blocks(self.size_bytes)
-
-
-def _num_blocks(size_bytes: int) -> int:
-    return -(-size_bytes // BLOCK_BYTES)
+        return -(-self.size_bytes // BLOCK_BYTES)
 
 
 class CheckedWriter:
@@ -203,20 +192,23 @@ class CheckedFile:
     def __enter__(self) -> CheckedFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def write_checked(path: Path, content: bytes) -> FileEntry:
     """A small file at once."""
-    writer = CheckedWriter(path, len(content))
-    writer.write(content)
-    return writer.finish()
+    return write_pieces(path, len(content), [content])
+
+
+def write_pieces(path: Path, size_bytes: int, pieces: Iterable[bytes | memoryview]) -> FileEntry:
+    writer = CheckedWriter(path, size_bytes)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+        return writer.finish()
+    finally:
+        writer.abandon()
 
 
 def write_synced(path: Path, content: bytes) -> None:

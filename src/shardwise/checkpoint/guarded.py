@@ -13,33 +13,20 @@ import io
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.bounded import max_values, read_metadata, short
+from shardwise.checkpoint.bounded import max_values, short
 from shardwise.checkpoint.dtypes import DTYPES
+from shardwise.checkpoint.said import Record, records
 from shardwise.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _KEYS = (str, int, float, complex, bytes, type(None), torch.dtype)
-_MAX_DEPTH, _MAX_MET = 64, 10**6
+_MAX_DEPTH, _MAX_MET, _MAX_BITS = 64, 10**6, 1000
 _COSTLY = {*pickle.REDUCE, *pickle.NEWOBJ, *pickle.BUILD, *pickle.EMPTY_DICT, *pickle.EMPTY_SET}
-
-
-class Record:
-    """What stands for an object of a class that is not to be loaded: its arguments and state."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
 
 
 def _size(items: Any = ()) -> tuple[Any, ...]:
@@ -83,24 +70,29 @@ VALUES: dict[tuple[str, str], Any] = {
     ("builtins", "bytearray"): _bytes,
     ("__builtin__", "bytearray"): _bytes,
     ("_codecs", "encode"): _encode,
-    ("torch", "device"): Record,
-    ("torch.serialization", "_get_layout"): Record,
+    **records("torch", "device"),
+    **records("torch.serialization", "_get_layout"),
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()},
 }
-_OF_DCP: dict[tuple[str, str], Any] = {
-    **{(_METADATA, n): Record for n in ("Metadata", "TensorStorageMetadata", "TensorProperties")},
-    **{(_METADATA, n): Record for n in ("BytesStorageMetadata", "ChunkStorageMetadata")},
-    **{(_METADATA, n): Record for n in ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")},
-    **{(_FILESYSTEM, n): Record for n in ("_StorageInfo", "_StoragePrefix")},
-    **{("pathlib", n): Record for n in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
-    ("pathlib._local", "PosixPath"): Record,
+OF_DCP: dict[tuple[str, str], Any] = {
+    **records(_METADATA, "Metadata", "TensorStorageMetadata", "TensorProperties"),
+    **records(_METADATA, "BytesStorageMetadata", "ChunkStorageMetadata"),
+    **records(_METADATA, "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    **records(_FILESYSTEM, "_StorageInfo", "_StoragePrefix"),
+    **records("pathlib", "Path", "PosixPath", "PurePosixPath", "WindowsPath"),
+    **records("pathlib._local", "PosixPath"),
     **VALUES,
 }
 
 
+def is_small(value: Any) -> bool:
+    """Whether it is no number of hundreds of digits, which cannot be written, or become a float."""
+    return not isinstance(value, int) or value.bit_length() <= _MAX_BITS
+
+
 def checked_key(key: Any) -> Any:
     parts = key if type(key) is tuple else (key,)
-    if not all(isinstance(part, _KEYS) or type(part) is Record for part in parts):
+    if not all(isinstance(part, (*_KEYS, Record)) and is_small(part) for part in parts):
         raise CheckpointError(f"has a key that is no simple value: {short(key)}")
     return key
 
@@ -156,8 +148,8 @@ class Unpickler(_PYTHONS):
 
     def _build(self) -> None:
         state, held = self.stack.pop(), self.stack[-1]
-        if type(held) is Record:
-            held.__setstate__(state)
+        if isinstance(held, Record):
+            held.state = state
         elif not isinstance(held, dict):  # of a dictionary's attributes nothing is needed
             raise CheckpointError(f"gives a {type(held).__name__} a state")
 
@@ -220,21 +212,16 @@ def check_tree(value: Any) -> None:
             open_values.append(iter(value.values()))
         elif isinstance(value, list | tuple | set):
             open_values.append(iter(value))
-        elif type(value) is Record:
-            open_values.append(iter(vars(value).values()))
-
-
-def unpickle(
-    content: bytes, where: str, names: Names, data_bytes: int = 0, storage: Any = None
-) -> Any:
-    """One pickle, whole; CheckpointError for whatever is wrong with it."""
-    return load_next(io.BytesIO(content), where, names, data_bytes, storage)
+        elif isinstance(value, Record):
+            open_values.append(iter((value.args, value.state)))
+        elif not is_small(value):
+            raise CheckpointError("holds a number of hundreds of digits")
 
 
 def load_next(
     file: io.BytesIO, where: str, names: Names, data_bytes: int, storage: Any = None
 ) -> Any:
-    """The pickle that begins where the file stands."""
+    """The pickle that begins where the file stands; CheckpointError for whatever is wrong."""
     try:
         return Unpickler(file, names, data_bytes, storage).load()
     except CheckpointError as error:
@@ -242,8 +229,3 @@ def load_next(
     except Exception as error:  # noqa: BLE001 - a damaged pickle can end in anything
         text = f"{type(error).__name__} {error}".splitlines()[0][:200]
         raise CheckpointError(f"{where}: damaged, or no such pickle: {text}") from None
-
-
-def read_dcp_metadata(path: Path, data_bytes: int) -> Any:
-    """The `.metadata` of torch.distributed.checkpoint as records."""
-    return unpickle(read_metadata(path, data_bytes), str(path), _OF_DCP, data_bytes)

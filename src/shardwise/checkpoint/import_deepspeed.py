@@ -21,22 +21,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.bounded import read_metadata, shape_of, short
+from shardwise.checkpoint.bounded import read_metadata, short
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.index import TensorInfo
+from shardwise.checkpoint.said import Said, records
 from shardwise.checkpoint.state import EXTRA, MODEL, OPTIM
 from shardwise.checkpoint.torch_file import load_torch
 from shardwise.errors import CheckpointError
 
 _MODEL_FILE = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_RECORDS = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "argparse.Namespace",
-)
+_RECORDS = {
+    **records("deepspeed.runtime.fp16.loss_scaler", "LossScaler", "DynamicLossScaler"),
+    **records("deepspeed.runtime.zero.config", "ZeroStageEnum"),
+    **records("deepspeed.utils.tensor_fragment", "fragment_address"),
+    **records("argparse", "Namespace"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,85 +75,84 @@ class DeepSpeedSource:
         self.tensors: dict[str, TensorInfo] = {}
         self._flat: dict[str, _Flat] = {}
         self._whole: dict[str, Tensor] = {}
-        try:
-            self._read(_by_rank(path, _MODEL_FILE), _by_rank(path, _OPTIM_FILE))
-        except (AttributeError, TypeError, KeyError, IndexError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: not as ZeRO-3 of DeepSpeed writes it: {error!r}"
-            ) from None
+        models, optims = (
+            [Said(load_torch(p, str(p), _RECORDS), str(p)) for p in _by_rank(path, pattern)]
+            for pattern in (_MODEL_FILE, _OPTIM_FILE)
+        )
+        self._read(models, [o.at("optimizer_state_dict") for o in optims])
 
-    def _read(self, model_files: list[Path], optim_files: list[Path]) -> None:
-        models = [load_torch(p, str(p), _RECORDS) for p in model_files]
-        optims = [load_torch(p, str(p), _RECORDS)["optimizer_state_dict"] for p in optim_files]
-        if len(optims) != len(models) or _partitions(optims[0]) != len(optims):
-            raise CheckpointError(
-                f"{self.path}: {_partitions(optims[0])} ranks wrote it, found the files of "
-                f"{len(models)} (model states) and {len(optims)} (optimizer states)"
-            )
+    def _read(self, models: list[Said], optims: list[Said]) -> None:
+        for ranks in map(_partitions, optims):
+            if len(optims) != len(models) or ranks != len(optims):
+                raise CheckpointError(
+                    f"{self.path}: {ranks} ranks wrote it, found the files of "
+                    f"{len(models)} (model states) and {len(optims)} (optimizer states)"
+                )
         if (stage := _stage(optims[0])) != 3:
             raise CheckpointError(f"{self.path}: is of ZeRO stage {stage}; stage 3 can be read")
         first = models[0]
-        for name, value in first["module"].items():
-            if name in (first.get("buffer_names") or []):
-                self._add_whole(MODEL + name, value)
-        self._add_frozen(models)
-        for group, shapes in enumerate(first["param_shapes"]):
-            self._add_group(shapes, optims, group)
-        for alias, name in (first.get("shared_params") or {}).items():
-            if MODEL + name in self.tensors and MODEL + alias not in self.tensors:
-                self.ties[MODEL + alias] = MODEL + name
+        buffers = {n.text() for n in first.get("buffer_names", ()).parts()}
+        for name, value in first.at("module").entries().items():
+            if name in buffers:
+                self._add_whole(MODEL + name, value.of(Tensor))
+        for name, shape in first.get("frozen_param_shapes", {}).entries().items():
+            parts = [m.at("frozen_param_fragments").at(name).of(Tensor).flatten() for m in models]
+            self._add_flat(MODEL + name, shape.shape(), parts, 0)
+        groups = first.at("param_shapes").parts()
+        flats = [o.at("fp32_flat_groups").parts() for o in optims]
+        if any(len(f) != len(groups) for f in flats):
+            raise CheckpointError(f"{self.path}: its ranks have not the same groups of parameters")
+        for group, shapes in enumerate(groups):
+            states = [o.at("optimizer_state_dict").at("state") for o in optims]
+            self._add_group(shapes.entries(), [f[group].of(Tensor) for f in flats], states, group)
+        for alias, name in first.get("shared_params", {}).entries().items():
+            if MODEL + name.text() in self.tensors and MODEL + alias not in self.tensors:
+                self.ties[MODEL + alias] = MODEL + name.text()
         for key in ("global_steps", "global_samples", "ds_version"):
-            if isinstance(first.get(key), int | str):
-                self.objects[EXTRA][key] = first[key]
+            if isinstance(said := first.get(key).value, int | str):
+                self.objects[EXTRA][key] = said
 
-    def _add_group(self, shapes: Any, optims: list[Any], group: int) -> None:
+    def _add_group(
+        self, shapes: dict[str, Said], flat: list[Tensor], states: list[Said], group: int
+    ) -> None:
         """The parameters of one optimizer group: weights and moments lie alike."""
-        flats = {MODEL: [o["fp32_flat_groups"][group] for o in optims]}
-        states = [o["optimizer_state_dict"]["state"].get(group, {}) for o in optims]
-        scalars = {}
-        for slot, value in states[0].items():
-            is_flat = isinstance(value, Tensor) and value.shape == flats[MODEL][0].shape
-            if is_flat:
-                flats[slot] = [s[slot] for s in states]
+        flats, scalars = {MODEL: flat}, dict[str, Said]()
+        for slot, said in states[0].get(group, {}).entries().items():
+            if isinstance(said.value, Tensor) and said.value.shape == flat[0].shape:
+                flats[slot] = [s.at(group).at(slot).of(Tensor) for s in states]
             else:
-                scalars[slot] = value
-        offset, world = 0, len(optims)
-        if any(p.dim() != 1 for parts in flats.values() for p in parts):
-            raise CheckpointError(f"{self.path}: the tensors of group {group} are not flat")
-        for name, shape in shapes.items():
-            length = -(-math.prod(shape_of(shape, f"{self.path}: {name}")) // world)
+                scalars[slot] = said
+        offset = 0
+        for name, shape in ((n, said.shape()) for n, said in shapes.items()):
             for slot, parts in flats.items():
                 key = MODEL + name if slot == MODEL else f"{OPTIM}{name}.{slot}"
-                if any(offset + length > p.numel() for p in parts):
-                    raise CheckpointError(f"{self.path}: {name}: lies outside of the flat tensors")
-                self._add(key, parts[0].dtype, shape)
-                self._flat[key] = _Flat(tuple(parts), offset, length)
-            for slot, value in scalars.items():
+                self._add_flat(key, shape, parts, offset)
+            for slot, said in scalars.items():
                 key = f"{OPTIM}{name}.{slot}"
-                if slot == "step" or isinstance(value, Tensor):
-                    self._add_whole(key, torch.as_tensor(value, dtype=torch.float32))
+                if slot == "step" or isinstance(said.value, Tensor):
+                    self._add_whole(key, _number(said))
                 else:
-                    self.objects[key] = value
-            offset += length
+                    self.objects[key] = said.value
+            offset += -(-math.prod(shape) // len(flat))
 
-    def _add_frozen(self, models: list[Any]) -> None:
-        shapes = models[0].get("frozen_param_shapes") or {}
-        for name, shape in shapes.items():
-            parts = [m["frozen_param_fragments"][name].flatten() for m in models]
-            length = min(part.numel() for part in parts)
-            if math.prod(shape_of(shape, f"{self.path}: {name}")) > length * len(parts):
-                raise CheckpointError(f"{self.path}: {name}: its {len(parts)} parts are too short")
-            self._add(MODEL + name, parts[0].dtype, shape)
-            self._flat[MODEL + name] = _Flat(tuple(parts), 0, length)
+    def _add_flat(self, key: str, shape: tuple[int, ...], parts: list[Tensor], offset: int) -> None:
+        """One that lies in the flat tensors of all ranks."""
+        length = -(-math.prod(shape) // len(parts))
+        if any(p.dim() != 1 or p.dtype != parts[0].dtype for p in parts):
+            raise CheckpointError(f"{self.path}: {key}: its parts are not flat, or of two dtypes")
+        if any(offset + length > p.numel() for p in parts):
+            raise CheckpointError(f"{self.path}: {key}: lies outside of the flat tensors")
+        self._add(key, parts[0].dtype, shape)
+        self._flat[key] = _Flat(tuple(parts), offset, length)
 
     def _add_whole(self, key: str, tensor: Tensor) -> None:
         self._add(key, tensor.dtype, tensor.shape)
         self._whole[key] = tensor
 
-    def _add(self, key: str, dtype: torch.dtype, shape: Any) -> None:
+    def _add(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         if key in self.tensors:
             raise CheckpointError(f"{self.path}: {key} stands there twice")
-        self.tensors[key] = TensorInfo(dtype, shape_of(tuple(shape), f"{self.path}: {key}"))
+        self.tensors[key] = TensorInfo(dtype, tuple(shape))
 
     def read(self, key: str, box: Box, out: Tensor) -> None:
         shape = self.tensors[key].shape
@@ -162,13 +161,11 @@ class DeepSpeedSource:
             return
         if not box.numel:
             return
-        first, count = (box.start[0], box.size[0]) if shape else (0, 1)
-        row_numel = math.prod(shape[1:])
-        rows = self._range(self._flat[key], first * row_numel, (first + count) * row_numel)
         if not shape:
-            out.copy_(rows.reshape(()))
+            out.copy_(self._range(self._flat[key], 0, 1).reshape(()))
             return
-        held = Box(first_start(first, shape), (count, *shape[1:]))
+        held, row_numel = Box.whole(shape).rows(box.start[0], box.stop[0]), math.prod(shape[1:])
+        rows = self._range(self._flat[key], box.start[0] * row_numel, box.stop[0] * row_numel)
         out.copy_(rows.view(held.size)[box.slices_in(held)])
 
     @staticmethod
@@ -185,31 +182,33 @@ class DeepSpeedSource:
         self._flat, self._whole = {}, {}
 
 
-def first_start(row: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (row, *([0] * (len(shape) - 1)))
-
-
 def _by_rank(path: Path, pattern: re.Pattern[str]) -> list[Path]:
     found: dict[int, Path] = {}
     for file in path.iterdir():
-        match = pattern.fullmatch(file.name)
-        if match is None:
+        if (match := pattern.fullmatch(file.name)) is None:
             continue
         if int(match[2]) != 0:
-            raise CheckpointError(
-                f"{path}: was written with tensor parallelism (mp_rank {match[2]})"
-            )
+            raise CheckpointError(f"{file}: was written with tensor parallelism")
         found[int(match[1])] = file
     if sorted(found) != list(range(len(found))) or not found:
         raise CheckpointError(f"{path}: has files of the ranks {sorted(found)} only")
     return [found[rank] for rank in sorted(found)]
 
 
-def _partitions(optim: Any) -> int:
-    count = optim["partition_count"]
-    return max(count) if isinstance(count, list) else int(count)
+def _partitions(optim: Said) -> int:
+    said = optim.at("partition_count")
+    counts = said.parts() if isinstance(said.value, list) else [said]
+    return max((n.count() for n in counts), default=0)
 
 
-def _stage(optim: Any) -> Any:
-    stage = optim["zero_stage"]
-    return stage.args[0] if hasattr(stage, "args") else int(stage)
+def _stage(optim: Said) -> int:
+    said = optim.at("zero_stage")
+    value = (*said.value.args, None)[0] if said.kind == "ZeroStageEnum" else said.value
+    return Said(value, said, "stage").count()
+
+
+def _number(said: Said) -> Tensor:
+    """A count of steps, or another number, as it is kept for each parameter."""
+    if isinstance(said.value, Tensor) and not said.value.is_complex():
+        return said.value.to(torch.float32)
+    return torch.tensor(float(said.of(int) if isinstance(said.value, int) else said.of(float)))

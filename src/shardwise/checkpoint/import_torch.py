@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.bounded import short
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.index import TensorInfo
+from shardwise.checkpoint.said import Record, Said
 from shardwise.checkpoint.state import EXTRA, GROUPS, MODEL, OPTIM
 from shardwise.checkpoint.torch_file import load_torch
 from shardwise.errors import CheckpointError
@@ -39,12 +40,8 @@ class TensorSource:
         for key, tensor in tensors.items():
             if isinstance(tensor, DTensor):
                 raise CheckpointError(f"{path}: {key}: is a DTensor; give whole tensors")
-            place = (
-                tensor.data_ptr() if tensor.numel() else id(tensor),
-                tensor.shape,
-                tensor.dtype,
-                tensor.stride(),
-            )
+            at = tensor.data_ptr() if tensor.numel() else id(tensor)
+            place = (at, tensor.shape, tensor.dtype, tensor.stride())
             if place in seen:  # one tensor under two names
                 self.ties[key] = seen[place]
             else:
@@ -61,16 +58,10 @@ class TensorSource:
 
 def torch_source(path: Path) -> TensorSource:
     """A `torch.save` file."""
-    value = load_torch(path, str(path))
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a state dict, found a {type(value).__name__}")
-    found = Found(str(path))
-    for keys, leaf in _leaves(value, ()):
+    said, found = Said(load_torch(path, str(path)), str(path)), Found(str(path))
+    for keys, leaf in _leaves(said.of(dict), ()):
         key = our_key(keys, str(path))
-        if isinstance(leaf, Tensor) and not key.startswith(GROUPS):
-            found.add_tensor(key, keys, leaf)
-        else:
-            found.add_object(key, keys, leaf)
+        found.add(key, keys, leaf, isinstance(leaf, Tensor) and not key.startswith(GROUPS))
     return TensorSource(path, found.weights(), found.values())
 
 
@@ -84,20 +75,13 @@ class Found:
         self._tensors: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
 
-    def add_tensor(self, key: str, path: tuple[Any, ...], value: Any) -> None:
-        self._note(key, path)
-        self._tensors[key] = value
-
-    def add_object(self, key: str, path: tuple[Any, ...], value: Any) -> None:
-        self._note(key, path)
-        self._objects[key] = value
-
-    def _note(self, key: str, path: tuple[Any, ...]) -> None:
+    def add(self, key: str, path: tuple[Any, ...], value: Any, is_tensor: bool) -> None:
         if (other := self._paths.setdefault(key, path)) is not path:
             raise CheckpointError(
                 f"{self._where}: {short(other)} and {short(path)} would both become {key}; rename "
                 "one, or save only one of them"
             )
+        (self._tensors if is_tensor else self._objects)[key] = value
 
     def weights(self) -> dict[str, Any]:
         """The tensors. A state dict without a root holds nothing but weights: then `extra.` means
@@ -110,13 +94,15 @@ class Found:
         }
 
     def values(self) -> dict[str, Any]:
-        return collect_objects(self._objects)
+        return collect_objects(self._objects, self._where)
 
 
 def _leaves(value: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, dict) and value and path[-1:] != ("param_groups",):
-        return [leaf for k, v in value.items() for leaf in _leaves(v, (*path, k))]
-    return [(path, value)]
+    if not isinstance(value, dict) or not value or path[-1:] == ("param_groups",):
+        return [(path, value)]
+    if any(isinstance(key, Record) for key in value):
+        raise CheckpointError(f"{short(path)}: has a key that is no simple value")
+    return [leaf for k, v in value.items() for leaf in _leaves(v, (*path, k))]
 
 
 def our_key(path: tuple[Any, ...], where: str) -> str:
@@ -139,31 +125,31 @@ def our_key(path: tuple[Any, ...], where: str) -> str:
     return ".".join([EXTRA, *map(str, path)])
 
 
-def collect_objects(flat: dict[str, Any]) -> dict[str, Any]:
+def collect_objects(flat: dict[str, Any], where: str) -> dict[str, Any]:
     """Values under our keys: groups as a list, all that is unknown under `extra`."""
-    found: dict[str, Any] = {}
-    groups: dict[int, dict[str, Any]] = {}
-    extra: dict[str, Any] = {}
+    found, extra = dict[str, Any](), dict[str, Any]()
+    groups: dict[int, dict[str, Said]] = {}
     for key, value in flat.items():
-        if key == GROUPS and isinstance(value, list):
-            groups |= dict(enumerate(value))
+        said = Said(value, f"{where}: {key}")
+        if key == GROUPS:
+            groups |= {i: dict(group.entries()) for i, group in enumerate(said.parts())}
         elif key.startswith(f"{GROUPS}."):
             number, _, option = key.removeprefix(f"{GROUPS}.").partition(".")
-            if not number.isdecimal():
-                raise CheckpointError(f"{key}: parameter groups have numbers")
-            groups.setdefault(int(number), {})[option] = value
+            if not number.isdecimal() or len(number) > 9:
+                raise CheckpointError(f"{where}: {key}: parameter groups have numbers")
+            groups.setdefault(int(number), {})[option] = said
         elif key.startswith((MODEL, OPTIM)):
             found[key] = value
         else:
             extra[key.removeprefix(f"{EXTRA}.")] = value
-    if groups:
+    if groups:  # numbers of parameters tell nothing
         found[GROUPS] = [
             {
-                "params": list(g.get("params", ())),
-                "options": {k: v for k, v in g.items() if k != "params"},
+                "params": [name.text() for name in g["params"].parts()],
+                "options": {k: v.value for k, v in g.items() if k != "params"},
             }
             for _, g in sorted(groups.items())
-            if isinstance(g, dict) and all(isinstance(n, str) for n in g.get("params", [None]))
+            if "params" in g and not any(isinstance(n.value, int) for n in g["params"].parts())
         ]
     found[EXTRA] = extra
     return found

@@ -16,13 +16,14 @@ from torch import Tensor
 from shardwise.checkpoint import store
 from shardwise.checkpoint.bounded import check_total
 from shardwise.checkpoint.boxes import Box
-from shardwise.checkpoint.files import CheckedWriter, write_checked
+from shardwise.checkpoint.files import write_checked, write_pieces
 from shardwise.checkpoint.import_dcp import METADATA, DcpSource
 from shardwise.checkpoint.import_deepspeed import DeepSpeedSource, find_tag
 from shardwise.checkpoint.import_torch import TensorSource, torch_source
 from shardwise.checkpoint.index import INDEX, Chunk, Index
 from shardwise.checkpoint.safetensors_dir import SafetensorsSource, begin_directory, pieces
 from shardwise.checkpoint.safetensors_file import lay_out
+from shardwise.checkpoint.said import Said
 from shardwise.checkpoint.source import CheckpointSource, Source
 from shardwise.checkpoint.writing import file_name
 from shardwise.errors import CheckpointError, ShardwiseError
@@ -37,7 +38,8 @@ def open_source(path: Path | str) -> Source:
         on_disk = sum(p.stat().st_size for p in _files(source.path))
         size_bytes = sum(info.size_bytes for info in source.tensors.values())
         check_total(len(source.tensors), size_bytes, on_disk, str(path))
-        "".join([*source.tensors, *source.ties, *map(str, source.objects)]).encode()
+        for name in [*source.tensors, *source.ties, *source.objects]:
+            Said(name, str(path)).text()
     except ShardwiseError:
         raise
     except Exception as error:  # noqa: BLE001 - what others wrote can be wrong in any way
@@ -104,22 +106,15 @@ def import_checkpoint(source: Source, final: Path) -> Path:
     chunks: dict[str, tuple[Chunk, ...]] = {
         s.name: (Chunk(name, s.offset, Box.whole(s.shape)),) for s in layout.tensors
     }
-    tensors = dict(source.tensors)
-    index = Index(tensors, chunks, dict(source.ties), dict(source.objects))
-    content = index.to_bytes()  # what cannot be said shows before anything is written
+    index = Index(dict(source.tensors), chunks, dict(source.ties), dict(source.objects))
+    text = index.to_bytes()  # what cannot be said shows before anything is written
     saving = begin_directory(final)
     try:
-        writer = CheckedWriter(saving / name, layout.size_bytes)
-        try:
-            writer.write(layout.header)
-            for stored in layout.tensors:
-                for piece in pieces(source, stored.name):
-                    writer.write(piece)
-            files = {name: writer.finish(), INDEX: write_checked(saving / INDEX, content)}
-        finally:
-            writer.abandon()
-        step = source.checkpoint.step if isinstance(source, CheckpointSource) else 0
-        world = source.checkpoint.world_size if isinstance(source, CheckpointSource) else 1
+        content = layout.content(lambda key: pieces(source, key))
+        entry = write_pieces(saving / name, layout.size_bytes, content)
+        files = {name: entry, INDEX: write_checked(saving / INDEX, text)}
+        of_ours = source.checkpoint if isinstance(source, CheckpointSource) else None
+        step, world = (of_ours.step, of_ours.world_size) if of_ours is not None else (0, 1)
         return store.commit(saving, step, world, files)
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be written: {error}") from None

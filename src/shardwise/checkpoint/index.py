@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.bounded import counts, parse_json, shape_of, short
+from shardwise.checkpoint.bounded import parse_json, short
 from shardwise.checkpoint.boxes import Box, tiling_problem
 from shardwise.checkpoint.dtypes import dtype_name, dtype_of
 from shardwise.checkpoint.json_values import from_json, to_json
+from shardwise.checkpoint.said import Said
 from shardwise.errors import CheckpointError
 
 INDEX = "index.json"
@@ -66,15 +67,10 @@ class Index:
             info = self.tensors[key]
             tensors[key] = {
                 "dtype": dtype_name(info.dtype, key),
-                "shape": list(info.shape),
+                "shape": info.shape,
                 "dim": info.dim,
                 "chunks": [
-                    {
-                        "file": c.file,
-                        "offset": c.offset,
-                        "start": list(c.box.start),
-                        "size": list(c.box.size),
-                    }
+                    {"file": c.file, "offset": c.offset, "start": c.box.start, "size": c.box.size}
                     for c in self.chunks[key]
                 ],
             }
@@ -87,60 +83,56 @@ class Index:
         cls, content: bytes | bytearray, where: str, file_sizes: Mapping[str, int]
     ) -> Index:
         """Reads and checks everything: dtypes, shapes, exact tiling, that chunks lie in files."""
-        value = parse_json(content, where, sum(file_sizes.values()))
-        parts = _fields(value, {"tensors": dict, "ties": dict, "objects": dict}, where)
+        said = Said(parse_json(content, where, sum(file_sizes.values())), where)
+        entries, tied, held = said.fields("tensors", "ties", "objects")
         tensors, chunks = {}, {}
-        for key, entry in parts["tensors"].items():
-            tensors[key], chunks[key] = _tensor(entry, f"{where}: {key}", file_sizes)
-        for alias, name in parts["ties"].items():
-            if not isinstance(name, str) or name not in tensors or alias in tensors:
-                text = f"{alias} is tied to {short(name)}, which is no tensor"
-                raise CheckpointError(f"{where}: {text}")
+        for key, entry in entries.entries().items():
+            tensors[key], chunks[key] = _tensor(entry, file_sizes)
+        ties = {alias: name.text() for alias, name in tied.entries().items()}
+        for alias, name in ties.items():
+            if name not in tensors or alias in tensors:
+                raise CheckpointError(f"{where}: {alias} is tied to {short(name)}, no tensor")
         try:
-            objects = {k: from_json(v, f"{where}: {k}") for k, v in parts["objects"].items()}
+            objects = {k: from_json(v.value, str(v)) for k, v in held.entries().items()}
         except RecursionError:
             raise CheckpointError(f"{where}: values lie in each other too deep") from None
-        return cls(tensors, chunks, dict(parts["ties"]), objects)
+        _check_objects(objects, where)
+        return cls(tensors, chunks, ties, objects)
 
 
-def _tensor(
-    entry: Any, where: str, file_sizes: Mapping[str, int]
-) -> tuple[TensorInfo, tuple[Chunk, ...]]:
-    kinds = {"dtype": str, "shape": list, "dim": (int, type(None)), "chunks": list}
-    fields = _fields(entry, kinds, where)
-    dtype, shape = dtype_of(fields["dtype"], where), shape_of(fields["shape"], where)
-    info = TensorInfo(dtype, shape, fields["dim"])
-    if info.dim is not None and not 0 <= info.dim < len(shape):
-        raise CheckpointError(f"{where}: dim {info.dim} of shape {shape}")
-    chunks = tuple(_chunk(c, where, dtype, file_sizes) for c in fields["chunks"])
+def _tensor(said: Said, file_sizes: Mapping[str, int]) -> tuple[TensorInfo, tuple[Chunk, ...]]:
+    kind, size, dim, parts = said.fields("dtype", "shape", "dim", "chunks")
+    dtype, shape = dtype_of(kind.value, str(said)), size.shape()
+    info = TensorInfo(dtype, shape, None if dim.value is None else dim.count())
+    if info.dim is not None and info.dim >= len(shape):
+        raise CheckpointError(f"{said}: dim {info.dim} of shape {shape}")
+    chunks = tuple(_chunk(c, dtype, file_sizes) for c in parts.parts())
     if problem := tiling_problem(shape, [c.box for c in chunks]):
-        raise CheckpointError(f"{where}: {problem}")
+        raise CheckpointError(f"{said}: {problem}")
     return info, chunks
 
 
-def _chunk(value: Any, where: str, dtype: torch.dtype, file_sizes: Mapping[str, int]) -> Chunk:
-    kinds = {"file": str, "offset": int, "start": list, "size": list}
-    fields = _fields(value, kinds, where)
-    box = Box(counts(fields["start"], where), shape_of(fields["size"], where))
-    if len(box.start) != len(box.size):
-        raise CheckpointError(f"{where}: a part at {box.start} of size {box.size}")
-    name, offset = fields["file"], fields["offset"]
+def _chunk(said: Said, dtype: torch.dtype, file_sizes: Mapping[str, int]) -> Chunk:
+    file, at, start, size = said.fields("file", "offset", "start", "size")
+    name, offset, shape = file.text(), at.count(), size.shape()
+    box = Box(start.counts(len(shape)), shape)
     if name not in file_sizes:
-        text = f"lies in {short(name)}, which the manifest does not have"
-        raise CheckpointError(f"{where}: {text}")
-    if offset < 0 or offset + box.numel * dtype.itemsize > file_sizes[name]:
+        raise CheckpointError(f"{said}: lies in {short(name)}, which the manifest does not have")
+    if offset + box.numel * dtype.itemsize > file_sizes[name]:
         raise CheckpointError(
-            f"{where}: {box.numel * dtype.itemsize} bytes at {offset} of {name}, which has "
+            f"{said}: {box.numel * dtype.itemsize} bytes at {offset} of {name}, which has "
             f"{file_sizes[name]}"
         )
     return Chunk(name, offset, box)
 
 
-def _fields(value: Any, kinds: dict[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != kinds.keys():
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise CheckpointError(f"{where}: expected the keys {sorted(kinds)}, found {found}")
-    for key, kind in kinds.items():
-        if not isinstance(value[key], kind) or isinstance(value[key], bool):
-            raise CheckpointError(f"{where}: {key} is {short(value[key])}")
-    return value
+def _check_objects(objects: dict[str, Any], where: str) -> None:
+    """Those that loading and exporting look into."""
+    for key in ("extra", "about"):
+        Said(objects.get(key, {}), f"{where}: {key}").of(dict)
+    for value in Said(objects.get("beside", {}), f"{where}: beside").entries().values():
+        value.text()
+    for group in Said(objects.get("optim.groups", []), f"{where}: optim.groups").parts():
+        [name.text() for name in group.at("params").parts()]
+        if "params" in group.at("options").entries():
+            raise group.wrong("other options")

@@ -18,10 +18,13 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.bounded import shape_of
 from shardwise.checkpoint.dtypes import dtype_name, dtype_of
+from shardwise.checkpoint.guarded import is_small
 from shardwise.errors import CheckpointError
 
 _MAX_TENSOR_NUMEL = 64
+_TAGS = {"$float": str, "$tuple": list, "$dict": list, "$counter": list, "$tensor": list}
 
 
 def to_json(value: Any, where: str) -> Any:
@@ -29,7 +32,7 @@ def to_json(value: Any, where: str) -> Any:
         return value
     if isinstance(value, str):  # and its subclasses, such as torch.__version__
         return str.__str__(value)
-    if isinstance(value, int):
+    if isinstance(value, int) and is_small(value):
         return int(value)
     if isinstance(value, float):
         number = float(value)
@@ -66,23 +69,25 @@ def from_json(value: Any, where: str) -> Any:
     tag = next(iter(value), "")
     if not tag.startswith("$"):
         return {k: from_json(v, where) for k, v in value.items()}
+    if len(value) > 1 or tag not in _TAGS or not isinstance(value[tag], _TAGS[tag]):
+        raise CheckpointError(f"{where}: cannot be read: {tag}: unknown tag, or not as it is")
     try:
-        (content,) = value.values()
-        return _from_tag(tag, content, where)
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{where}: cannot be read: {tag}: {error}") from None
+        return _from_tag(tag, value[tag], where)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        text = str(error).partition("\n")[0]
+        raise CheckpointError(f"{where}: cannot be read: {tag}: {text}") from None
 
 
 def _from_tag(tag: str, content: Any, where: str) -> Any:
+    """What a tag stands for; which keys hash and which numbers a tensor takes, Python and torch
+    know."""
     if tag == "$float":
         return float(content)
     if tag == "$tuple":
         return tuple(from_json(v, where) for v in content)
-    if tag in ("$dict", "$counter"):
-        pairs = {from_json(k, where): from_json(v, where) for k, v in content}
-        return Counter(pairs) if tag == "$counter" else pairs
     if tag == "$tensor":
         dtype, shape, numbers = content
-        plain = [from_json(n, where) for n in numbers]
-        return torch.tensor(plain, dtype=dtype_of(dtype, where)).reshape(shape)
-    raise ValueError("unknown tag")
+        plain = [from_json(n, where) for n in numbers[: _MAX_TENSOR_NUMEL + 1]]
+        return torch.tensor(plain, dtype=dtype_of(dtype, where)).reshape(shape_of(shape, where))
+    pairs = {from_json(k, where): from_json(v, where) for k, v in content}
+    return Counter(pairs) if tag == "$counter" else pairs

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint import store
 from shardwise.checkpoint.beside import contents, described_model, files_of_model, tokenizers_of
-from shardwise.checkpoint.files import CheckedWriter
+from shardwise.checkpoint.files import write_pieces
 from shardwise.checkpoint.import_torch import Found, TensorSource
 from shardwise.checkpoint.importing import open_source
 from shardwise.checkpoint.loading import Differences, differences, load_model
@@ -30,6 +30,7 @@ from shardwise.checkpoint.safetensors_dir import (
     finish_directory,
     split,
 )
+from shardwise.checkpoint.safetensors_file import FileLayout
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.state import MODEL, State
 from shardwise.checkpoint.transformers_names import under_names_of
@@ -99,8 +100,7 @@ def load_full_state_dict(
     each rank copies its rows and touches no others. Arguments as for `load_pretrained`."""
     found = Found("state_dict")
     for name, value in state_dict.items():
-        add = found.add_tensor if isinstance(value, Tensor) else found.add_object
-        add(f"{MODEL}{name}", (name,), value)
+        found.add(f"{MODEL}{name}", (name,), value, isinstance(value, Tensor))
     source = TensorSource(Path("state_dict"), found.weights(), found.values())
     return fill_model(source, model, strict=strict, cast=cast, device=device)
 
@@ -182,7 +182,7 @@ def save_pretrained(
             for _ in wholes:  # takes part in gathering
                 pass
             continue
-        _write_all(saving / name, layout.header, layout.size_bytes, wholes, failed)
+        _write_all(saving / name, layout, wholes, failed)
 
     def finish() -> None:
         if failed:
@@ -205,27 +205,18 @@ def _wholes(
 
 
 def _write_all(
-    path: Path, header: bytes, size_bytes: int, wholes: Iterator[Tensor], failed: list[Exception]
+    path: Path, layout: FileLayout, wholes: Iterator[Tensor], failed: list[Exception]
 ) -> None:
     """One file. After an error the gathering goes on: the other ranks are in it."""
-    writer: CheckedWriter | None = None
+
+    def pieces(_: str) -> Iterator[memoryview]:
+        if (whole := next(wholes)).numel():
+            yield storage_bytes(whole.cpu().contiguous())
+
     try:
-        writer = CheckedWriter(path, size_bytes)
-        writer.write(header)
+        if not failed:
+            write_pieces(path, layout.size_bytes, layout.content(pieces))
     except OSError as error:
         failed.append(error)
-    for whole in wholes:
-        if writer is None or failed:
-            continue
-        try:
-            if whole.numel():
-                writer.write(storage_bytes(whole.cpu().contiguous()))
-        except OSError as error:
-            failed.append(error)
-    if writer is not None:
-        try:
-            if not failed:
-                writer.finish()
-        except OSError as error:
-            failed.append(error)
-        writer.abandon()
+    for _ in wholes:
+        pass

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardwise.errors import CheckpointError
+
 
 def capture_rng() -> dict[str, Tensor]:
     states = {"torch": torch.get_rng_state()}
@@ -24,12 +26,15 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(states: dict[str, Tensor]) -> None:
-    torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-    version, internal, gauss_next = _from_tensor(states["python"])
-    random.setstate((version, tuple(internal), gauss_next))
-    np.random.set_state(tuple(_from_tensor(states["numpy"])))
+    try:  # what is a state, those who take it know
+        torch.set_rng_state(states["torch"])
+        if torch.cuda.is_available() and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+        version, internal, gauss_next = _from_tensor(states["python"])
+        random.setstate((version, tuple(internal), gauss_next))
+        np.random.set_state(tuple(_from_tensor(states["numpy"])))
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"its random state is none of this version: {error!r}") from None
 
 
 def seed_rng(seed: int, step: int, rank: int) -> None:

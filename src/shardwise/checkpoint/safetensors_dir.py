@@ -11,7 +11,7 @@ under its first name, as that library does it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch import Tensor
 from shardwise.checkpoint import store
 from shardwise.checkpoint.bounded import parse_json, read_metadata, short
 from shardwise.checkpoint.boxes import Box
-from shardwise.checkpoint.files import CheckedFile, CheckedWriter, sync_directory, write_synced
+from shardwise.checkpoint.files import CheckedFile, sync_directory, write_pieces, write_synced
 from shardwise.checkpoint.index import TensorInfo
 from shardwise.checkpoint.placement import storage_bytes
-from shardwise.checkpoint.safetensors_file import FileLayout, Stored, lay_out, read_header
+from shardwise.checkpoint.safetensors_file import FileLayout, Pieces, Stored, lay_out, read_header
+from shardwise.checkpoint.said import Said
 from shardwise.checkpoint.source import PIECE_BYTES, Source, copy_box
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import CheckpointError
@@ -48,7 +49,7 @@ class SafetensorsSource:
         for name in names:
             file = CheckedFile((path if path.is_dir() else path.parent) / name)
             self._files.append(file)
-            for stored in read_header(file)[0].values():
+            for stored in read_header(file).values():
                 key = MODEL + stored.name
                 if weight_map is not None and weight_map.get(stored.name) != name:
                     continue
@@ -67,12 +68,10 @@ class SafetensorsSource:
             return sorted(p.name for p in self.path.glob("*.safetensors")), None
         data_bytes = sum(p.stat().st_size for p in self.path.glob("*.safetensors"))
         content = parse_json(read_metadata(index, data_bytes), str(index), data_bytes)
-        try:
-            weight_map = content["weight_map"]
-            names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: expected a weight_map: {error!r}") from None
-        if outside := [n for n in names if not isinstance(n, str) or Path(n).name != n or not n]:
+        said = Said(content, str(index)).at("weight_map").entries()
+        weight_map = {name: file.text() for name, file in said.items()}
+        names = sorted(set(weight_map.values()))
+        if outside := [n for n in names if Path(n).name != n or not n]:
             raise CheckpointError(f"{index}: {short(outside[0])} is no file beside it")
         return names, weight_map
 
@@ -106,7 +105,6 @@ def pieces(source: Source, key: str, dtype: torch.dtype | None = None) -> Iterat
         yield storage_bytes(out)
 
 
-Pieces = Callable[[str], Iterator[memoryview]]
 Sized = tuple[str, torch.dtype, tuple[int, ...]]
 
 
@@ -122,7 +120,7 @@ def write_directory(
     saving = begin_directory(directory)
     try:
         for name, layout in files.items():
-            write_file(saving / name, layout, content)
+            write_pieces(saving / name, layout.size_bytes, layout.content(content))
         finish_directory(saving, directory, files, beside)
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot be written: {error}") from None
@@ -157,18 +155,6 @@ def split(tensors: list[Sized], limit: int) -> dict[str, FileLayout]:
         f"model-{i:05d}-of-{count:05d}.safetensors": lay_out(group, _METADATA)
         for i, group in enumerate(groups, 1)
     }
-
-
-def write_file(path: Path, layout: FileLayout, content: Pieces) -> None:
-    writer = CheckedWriter(path, layout.size_bytes)
-    try:
-        writer.write(layout.header)
-        for stored in layout.tensors:
-            for piece in content(stored.name):
-                writer.write(piece)
-        writer.finish()
-    finally:
-        writer.abandon()
 
 
 def finish_directory(

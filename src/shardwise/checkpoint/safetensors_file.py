@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.bounded import counts, max_metadata_bytes, parse_json, shape_of, short
+from shardwise.checkpoint.bounded import max_metadata_bytes, parse_json
 from shardwise.checkpoint.dtypes import dtype_name, dtype_of
 from shardwise.checkpoint.files import CheckedFile
+from shardwise.checkpoint.said import Said
 from shardwise.errors import CheckpointError
+
+Pieces = Callable[[str], Iterator[memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,12 @@ class FileLayout:
     header: bytes
     tensors: tuple[Stored, ...]
     size_bytes: int
+
+    def content(self, pieces: Pieces) -> Iterator[bytes | memoryview]:
+        """The file from front to back, with the bytes of each tensor in pieces."""
+        yield self.header
+        for stored in self.tensors:
+            yield from pieces(stored.name)
 
 
 def lay_out(
@@ -69,8 +78,8 @@ def lay_out(
     return FileLayout(header, tensors, len(header) + offset)
 
 
-def read_header(file: CheckedFile) -> tuple[dict[str, Stored], dict[str, str]]:
-    """The tensors of a file and its metadata; CheckpointError where anything does not fit."""
+def read_header(file: CheckedFile) -> dict[str, Stored]:
+    """The tensors of a file; CheckpointError where anything does not fit."""
     where = str(file.path)
     if file.size_bytes < 8:
         raise CheckpointError(f"{where}: {file.size_bytes} bytes are no safetensors file")
@@ -81,11 +90,10 @@ def read_header(file: CheckedFile) -> tuple[dict[str, Stored], dict[str, str]]:
             f"{file.size_bytes}"
         )
     text = file.read(8, min(length, max_metadata_bytes(file.size_bytes) + 1))
-    header = parse_json(text, f"{where}: its header", file.size_bytes, _no_duplicates)
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{where}: its header is no JSON object")
-    metadata = header.pop("__metadata__", {})
-    found = {name: _stored(name, value, 8 + length, where) for name, value in header.items()}
+    header = f"{where}: its header"
+    said = Said(parse_json(text, header, file.size_bytes), header).entries()
+    said.pop("__metadata__", None)
+    found = {name: _stored(entry, name, 8 + length) for name, entry in said.items()}
     end = 8 + length
     for stored in sorted(found.values(), key=lambda s: (s.offset, s.size_bytes)):
         if stored.offset != end:
@@ -97,23 +105,13 @@ def read_header(file: CheckedFile) -> tuple[dict[str, Stored], dict[str, str]]:
         raise CheckpointError(
             f"{where}: truncated or damaged: {file.size_bytes} bytes, its header says {end}"
         )
-    return found, metadata if isinstance(metadata, dict) else {}
-
-
-def _stored(name: str, value: Any, data_start: int, where: str) -> Stored:
-    where = f"{where}: {name}"
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{where}: expected an object in the header, found {short(value)}")
-    shape = shape_of(value.get("shape"), f"{where}: shape")
-    begin, end = counts(value.get("data_offsets"), f"{where}: data_offsets", length=2)
-    stored = Stored(name, dtype_of(value.get("dtype"), where), shape, data_start + begin)
-    if stored.size_bytes != end - begin:
-        raise CheckpointError(f"{where}: {end - begin} bytes for shape {shape} of {stored.dtype}")
-    return stored
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
     return found
+
+
+def _stored(said: Said, name: str, data_start: int) -> Stored:
+    shape, (begin, end) = said.at("shape").shape(), said.at("data_offsets").counts(2)
+    dtype = dtype_of(said.at("dtype").value, str(said))
+    stored = Stored(name, dtype, shape, data_start + begin)
+    if stored.size_bytes != end - begin:
+        raise CheckpointError(f"{said}: {end - begin} bytes for shape {shape} of {dtype}")
+    return stored

@@ -126,6 +126,4 @@ def read_whole(source: Source, key: str) -> Tensor:
 
 def resolved(source: Source, key: str) -> str | None:
     """The key under which a tensor is stored: its own, or that of its tie; None if it is absent."""
-    if key in source.tensors:
-        return key
-    return source.ties.get(key)
+    return key if key in source.tensors else source.ties.get(key)

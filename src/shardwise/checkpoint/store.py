@@ -22,16 +22,17 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwise.checkpoint.bounded import parse_json, read_metadata
 from shardwise.checkpoint.files import CheckedFile, FileEntry, sync_directory, write_synced
+from shardwise.checkpoint.said import Said
 from shardwise.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
 _STEP = re.compile(r"step_(\d{8,})")
 _FIRST_LINE = re.compile(rb'\{"checksum": "([0-9a-f]{64})",')
+_FORMAT_1 = re.compile(rb'\{[^{}]*"format": *1\b')
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
@@ -88,49 +89,35 @@ def read_manifest(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path}: no such directory") from None
     except OSError as error:
         raise CheckpointError(f"{path}: {MANIFEST} cannot be read: {error.strerror}") from None
-    manifest = _parse_manifest(path, content, data_bytes)
-    return Checkpoint(path, *_checked_fields(path, manifest))
+    return _checked(path, _parse_manifest(path, content, data_bytes))
 
 
-def _parse_manifest(path: Path, content: bytes, data_bytes: int) -> dict[str, Any]:
+def _parse_manifest(path: Path, content: bytes, data_bytes: int) -> Said:
     first, _, rest = content.partition(b"\n")
     match = _FIRST_LINE.fullmatch(first)
     if match is None:
-        _refuse_older(path, content)
+        if _FORMAT_1.search(content):  # torch.distributed.checkpoint's inside
+            raise CheckpointError(
+                f"{path}: is of format 1; `shardwise checkpoint import {path} NEW` makes it one of "
+                f"format {FORMAT}"
+            )
         raise CheckpointError(f"{path}: damaged ({MANIFEST} does not begin with its checksum)")
     if hashlib.sha256(rest).hexdigest().encode() != match[1]:
         raise CheckpointError(f"{path}: damaged ({MANIFEST} has another checksum than it says)")
-    manifest = parse_json(content, str(path / MANIFEST), data_bytes)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path}: is of format {manifest.get('format')}, this version reads {FORMAT}"
-        )
-    return manifest
+    where = str(path / MANIFEST)
+    said = Said(parse_json(content, where, data_bytes), where)
+    if (found := said.at("format").count()) != FORMAT:
+        raise CheckpointError(f"{path}: is of format {found}, this version reads {FORMAT}")
+    return said
 
 
-def _refuse_older(path: Path, content: bytes) -> None:
-    """Format 1 was torch.distributed.checkpoint's inside."""
-    try:
-        manifest = parse_json(content, str(path))
-    except CheckpointError:
-        return
-    if isinstance(manifest, dict) and manifest.get("format") == 1:
-        raise CheckpointError(
-            f"{path}: is of format 1; `shardwise checkpoint import {path} NEW` makes it one of "
-            f"format {FORMAT}"
-        )
-
-
-def _checked_fields(path: Path, manifest: dict[str, Any]) -> tuple[int, int, dict[str, FileEntry]]:
-    step, world_size, files = (manifest.get(key) for key in ("step", "world_size", "files"))
-    if type(step) is not int or type(world_size) is not int or not isinstance(files, dict):
-        raise CheckpointError(f"{path}: damaged ({MANIFEST} lacks step, world_size or files)")
-    entries = {}
-    for name, value in files.items():
+def _checked(path: Path, said: Said) -> Checkpoint:
+    files = said.at("files").entries()
+    for name in files:
         if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path}: {MANIFEST} names {name!r}, which is no file name")
-        entries[name] = FileEntry.from_json(value, f"{path / MANIFEST}: {name}")
-    return step, world_size, entries
+            raise CheckpointError(f"{said}: names {name!r}, which is no file name")
+    entries = {name: FileEntry.from_json(entry) for name, entry in files.items()}
+    return Checkpoint(path, said.at("step").count(), said.at("world_size").count(), entries)
 
 
 def list_checkpoints(directory: Path) -> Listing:

@@ -15,7 +15,7 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.bounded import counts, max_metadata_bytes, open_regular, shape_of, short
-from shardwise.checkpoint.guarded import VALUES, Record, load_next, unpickle
+from shardwise.checkpoint.guarded import VALUES, load_next
+from shardwise.checkpoint.said import records
 from shardwise.errors import CheckpointError
 
 _MAGIC, _PROTOCOL = 0x1950A86A20F9469CFC6C, 1001
@@ -106,19 +107,17 @@ _NAMES: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
-    ("torch.nn.parameter", "Parameter"): Record,
-    ("torch.nn.parameter", "Buffer"): Record,
-    ("torch", "Tensor"): Record,
-    ("torch._tensor", "Tensor"): Record,
+    **records("torch.nn.parameter", "Parameter", "Buffer"),
+    **records("torch", "Tensor"),
+    **records("torch._tensor", "Tensor"),
     ("torch.distributed.tensor", "DTensor"): _dtensor,
     ("torch._utils", "_rebuild_wrapper_subclass"): _dtensor,
 }
 
 
-def load_torch(file: Path | bytearray, where: str, records: Iterable[str] = ()) -> Any:
-    """What `torch.save` wrote to a file, or to memory; `records` are further classes, objects of
-    which become records."""
-    names = _NAMES | {tuple(r.rpartition(".")[::2]): Record for r in records}
+def load_torch(file: Path | bytearray, where: str, more: Mapping[Any, Any] | None = None) -> Any:
+    """What `torch.save` wrote to a file, or to memory; `more` are further names (`records`)."""
+    names = _NAMES | dict(more or {})
     try:
         content = _mapped(file) if isinstance(file, Path) else _viewed(file)
         head = content[:2].numpy().tobytes()
@@ -206,7 +205,7 @@ def _load_zip(content: Tensor, where: str, names: Any) -> Any:
     data = bytes_of("data.pkl")
     if data.numel() > max_metadata_bytes(total):
         raise CheckpointError(f"{where}: a pickle of {data.numel():,} bytes is not read")
-    return unpickle(data.numpy().tobytes(), where, names, total, storage)
+    return load_next(io.BytesIO(data.numpy().tobytes()), where, names, total, storage)
 
 
 def _check_directory(content: Tensor, where: str) -> None:
@@ -225,8 +224,9 @@ def _check_directory(content: Tensor, where: str) -> None:
 def _load_legacy(content: Tensor, where: str, names: Any) -> Any:
     total = content.numel()
     head = io.BytesIO(content[: max_metadata_bytes(total)].numpy().tobytes())
-    if [_next_or_none(head, names, total) for _ in range(2)] != [_MAGIC, _PROTOCOL]:
-        raise CheckpointError(f"{where}: refused, damaged or no torch.save file")
+    no_file = f"{where}: refused, damaged or no torch.save file"
+    if [load_next(head, no_file, names, total) for _ in range(2)] != [_MAGIC, _PROTOCOL]:
+        raise CheckpointError(no_file)
     load_next(head, where, names, total)  # the machine that wrote it
     begin, dtypes = head.tell(), dict[str, torch.dtype]()
 
@@ -239,7 +239,9 @@ def _load_legacy(content: Tensor, where: str, names: Any) -> Any:
     keys = load_next(head, where, names, total)
     places: dict[str, Tensor] = {}
     at = head.tell()
-    for key in keys if isinstance(keys, list) else ():
+    if not isinstance(keys, list) or not all(isinstance(k, str) and k in dtypes for k in keys):
+        raise CheckpointError(f"{where}: has bytes of unknown storages")
+    for key in keys:
         numel = int.from_bytes(content[at : at + 8].numpy().tobytes(), "little")
         size = numel * dtypes[key].itemsize
         if at + 8 + size > total:
@@ -255,13 +257,6 @@ def _load_legacy(content: Tensor, where: str, names: Any) -> Any:
 
     head.seek(begin)
     return load_next(head, where, names, total, storage)
-
-
-def _next_or_none(file: io.BytesIO, names: Any, total: int) -> Any:
-    try:
-        return load_next(file, "", names, total)
-    except CheckpointError:
-        return None
 
 
 def _described(pid: Any) -> tuple[torch.dtype, str, int]:

@@ -14,12 +14,12 @@ written is removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shardwise.checkpoint import store
 from shardwise.checkpoint.dtypes import dtype_of
-from shardwise.checkpoint.files import CheckedWriter, FileEntry, free_bytes, write_checked
+from shardwise.checkpoint.files import FileEntry, free_bytes, write_checked, write_pieces
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.index import INDEX, Chunk, Index
 from shardwise.checkpoint.placement import local_part, storage_bytes
@@ -113,17 +113,14 @@ def _write_own(state: State, plan: Plan, saving: Path, rank: int) -> FileEntry |
     if not parts:
         return None
     layout, by_name = _layout(parts), {_name_in_file(p): p for p in parts}
-    writer = CheckedWriter(saving / file_name(rank), layout.size_bytes)
-    try:
-        writer.write(layout.header)
-        for stored in layout.tensors:
-            key = by_name[stored.name].key
-            local, _, _ = local_part(state.tensors[key], key)
-            if local.numel():  # one tensor at a time comes from the device
-                writer.write(storage_bytes(local.cpu().contiguous()))
-        return writer.finish()
-    finally:
-        writer.abandon()
+
+    def pieces(name: str) -> Iterator[memoryview]:
+        key = by_name[name].key
+        local, _, _ = local_part(state.tensors[key], key)
+        if local.numel():  # one tensor at a time comes from the device
+            yield storage_bytes(local.cpu().contiguous())
+
+    return write_pieces(saving / file_name(rank), layout.size_bytes, layout.content(pieces))
 
 
 def _finish(state: State, plan: Plan, saving: Path, step: int, files: dict[str, FileEntry]) -> Path:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.options import CommandParser, unknown_command
@@ -89,10 +89,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return commands[options.command](options)
     except (CheckpointError, OSError, MemoryError, RecursionError) as error:
-        text = f"{error}" or type(error).__name__
-        printable = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-        print(f"shardwise checkpoint: {printable[:2000]}", file=sys.stderr)
+        _say(f"shardwise checkpoint: {str(error) or type(error).__name__}"[:2000], sys.stderr)
         return 2
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    """One line, whatever names from files hold."""
+    print("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), file=stream)
 
 
 def _ls(options: argparse.Namespace) -> int:
@@ -121,10 +124,10 @@ def _ls(options: argparse.Namespace) -> int:
             return 0
         width = max((len(row[0]) for row in rows), default=0)
         for name, dtype, shape, size in rows:
-            print(f"{name:{width}}  {dtype:9} {'x'.join(map(str, shape)) or '-':>16}  {size:>15,}")
+            _say(f"{name:{width}}  {dtype:9} {'x'.join(map(str, shape)) or '-':>16}  {size:>15,}")
         for alias, name in sorted(source.ties.items()):
-            print(f"{alias} = {name}")
-        print(f"{source.path}: {len(rows)} tensors, {total:,} bytes")
+            _say(f"{alias} = {name}")
+        _say(f"{source.path}: {len(rows)} tensors, {total:,} bytes")
     finally:
         source.close()
     return 0
@@ -140,9 +143,9 @@ def _ls_directory(options: argparse.Namespace, listing: Any) -> int:
         facts = [row["path"], f"step {row['step']}", ranks, f"{row['size_bytes']:,} bytes"]
         facts += [row["time"]] + ([] if row["loss"] is None else [f"loss {row['loss']:.4g}"])
         facts += [f"{row['model']} of {row['num_params']:,} parameters"] if row["model"] else []
-        print("  ".join(facts))
+        _say("  ".join(facts))
     for _, text in listing.skipped:
-        print(text)
+        _say(text)
     return 0
 
 
@@ -157,9 +160,8 @@ def _row(checkpoint: Checkpoint) -> dict[str, Any]:
         source = CheckpointSource(checkpoint)
         source.close()
         objects.update(source.objects)
-    about, extra = objects.get(ABOUT), objects.get(EXTRA)
-    about = about if isinstance(about, dict) else {}
-    num, loss = about.get("num_params"), extra.get("loss") if isinstance(extra, dict) else None
+    about, extra = objects.get(ABOUT, {}), objects.get(EXTRA, {})
+    num, loss = about.get("num_params"), extra.get("loss")
     written = (checkpoint.path / MANIFEST).stat().st_mtime
     return {
         "path": str(checkpoint.path),
@@ -194,7 +196,8 @@ def _verify(options: argparse.Namespace) -> int:
         _print_json({path: {"ok": not bad, "damage": bad} for path, bad in reports.items()})
     else:
         for path, bad in reports.items():
-            print("\n".join(bad) if bad else f"{path}: whole")
+            for text in bad or [f"{path}: whole"]:
+                _say(text)
     return 1 if any(reports.values()) else 0
 
 
@@ -225,11 +228,11 @@ def _diff(options: argparse.Namespace) -> int:
         ("+", right.path, found.only_right),
     ):
         for name in names:
-            print(f"{sign} {name}  (only in {path})")
+            _say(f"{sign} {name}  (only in {path})")
     for name, what in found.changed:
-        print(f"~ {name}  {what}")
+        _say(f"~ {name}  {what}")
     num = len(found.changed)
-    print(
+    _say(
         f"{found.num_equal} equal, {num} changed, {len(found.only_left)} only left, "
         f"{len(found.only_right)} only right"
     )
@@ -248,7 +251,7 @@ def _convert(options: argparse.Namespace) -> int:
     if options.json:
         _print_json({"source": str(source.path), "target": str(options.target), "tensors": count})
     else:
-        print(f"{options.target}: {count} tensors from {source.path}")
+        _say(f"{options.target}: {count} tensors from {source.path}")
     return 0
 
 

@@ -148,6 +148,11 @@ class FSDPModule(UnitSettings):
         unit.refresh(check_ties=False)
         return out
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As always, in an evaluation too: `torch.inference_mode` would refuse what it detaches."""
+        with torch.inference_mode(mode=False):
+            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         unit_of(self).reshard_for_state_dict()
         super()._save_to_state_dict(*args, **kwargs)  # type: ignore[misc]
@@ -321,7 +326,16 @@ def _watch_attributes(below: list[tuple[str, nn.Module, ModuleState]]) -> None:
     for unit, named in modules.items():
         watch_attributes(unit, named)
         forget_forms(unit)
+    for module in below[0][1].modules():
+        # Evaluated, it hands parameters of modules below to one kernel, unless a hook is set.
+        fuses = isinstance(module, nn.TransformerEncoderLayer) and not module._forward_pre_hooks
+        if fuses and any(map(state_of, list(module.modules())[1:])):
+            module.register_forward_pre_hook(_no_kernel)
     watch_forms(below[0][1].modules())  # the root's
+
+
+def _no_kernel(_module: nn.Module, _args: Any) -> None:
+    """A hook that does nothing."""
 
 
 def _name_parameters(root: nn.Module) -> None:
