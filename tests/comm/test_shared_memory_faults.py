@@ -362,7 +362,7 @@ def test_plans_go_with_what_they_write_to(rank: int, world: int) -> None:
     transport.enter(at(0))
     for _ in range(5):
         gather(transport, bucket)
-    assert len(bucket.private["shards"].plans) == 0
+    assert len(bucket.plans) == 0
     out = torch.empty(bucket.layout.full_numel)
     for value in range(3):
         out.untyped_storage().resize_(out.numel() * 4)
@@ -370,7 +370,7 @@ def test_plans_go_with_what_they_write_to(rank: int, world: int) -> None:
         transport.gather(bucket, bucket.buffer, out)
         assert (out[:1000] == 0).all(), value
         out.untyped_storage().resize_(0)
-    assert len(bucket.private["shards"].plans) == 1
+    assert len(bucket.plans) == 1
     transport.leave(at(0))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position, Transport
 from shardwise.layout import BucketLayout, ReduceLayout
 
 
@@ -28,7 +28,7 @@ class Recorded:
     size_bytes: int
 
 
-class FakeTransport:
+class FakeTransport(Transport[Bucket]):
     """Records instead of communicating; see the module's docstring."""
 
     name = "fake"

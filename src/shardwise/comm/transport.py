@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ def how_to_differ(position: Position | None) -> str:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Bucket:
-    """A bucket layout bound to a transport: name, flat shard buffer, the transport's own state.
+    """A bucket layout bound to a transport, which keeps what it needs in a subclass of its own.
 
     `buffer` has `layout.chunk_numel` elements of `layout.dtype`; this rank's parts lie at
     `layout.shard_offsets(rank)`.
@@ -87,8 +87,22 @@ class Bucket:
     shard: Axis
     replicate: Axis
     buffer: torch.Tensor
-    private: dict[str, Any] = field(default_factory=dict)
     streams: Streams = NO_STREAMS  # of the device that computes; the buffer may lie on the host
+    follows: bool = False  # its reductions follow those of another bucket: none is missed alone
+
+    def use_collective(self, kind: str, comm: Any) -> None:
+        """Move it with the user's own "all_gather" or "reduce_scatter" from now on."""
+        raise NotImplementedError(f"{self.name}: its transport takes no collectives of users")
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A reduction that peers have and this rank has not: of which bucket, about which of its
+    parameters; None: about those that this rank trains.
+    """
+
+    bucket: Bucket
+    indices: tuple[int, ...] | None = None
 
 
 class Handle(Protocol):
@@ -129,9 +143,12 @@ class GradBuffer(Protocol):
         ...
 
 
+B = TypeVar("B", bound=Bucket)
+
+
 @runtime_checkable
-class Transport(Protocol):
-    """What the engine asks of a transport.
+class Transport(Protocol[B]):
+    """What the engine asks of a transport, whose buckets are of its own type.
 
     `out` of `gather` is flat, `layout.full_numel` elements of `gather_dtype`; `out` of `reduce` is
     flat, `ReduceLayout.chunk_numel` elements of `reduce_dtype`, with the counts at its end.
@@ -139,19 +156,17 @@ class Transport(Protocol):
 
     name: str
 
-    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket: ...
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> B: ...
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle: ...
+    def gather(self, bucket: B, shard: torch.Tensor, out: torch.Tensor) -> Handle: ...
 
     def grad_buffer(
-        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+        self, bucket: B, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer: ...
 
-    def reduce(
-        self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float
-    ) -> Handle: ...
+    def reduce(self, bucket: B, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle: ...
 
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle: ...
+    def all_reduce(self, bucket: B, out: torch.Tensor) -> Handle: ...
 
     def enter(self, position: Position) -> None: ...
 
@@ -171,16 +186,16 @@ class Unordered(Protocol):
     A rank may then leave out units that others reduce, and has to learn of them. At the end of a
     backward, before it waits for any reduction and before `leave`:
 
-        while buckets := missing_of(transport, position):
-            reduce each of them with a GradBuffer that nothing was put into (and all_reduce it)
+        while missing := missing_of(transport, position):
+            reduce each bucket with a GradBuffer that nothing was put into (and all_reduce it)
 
     Earlier in the backward no reduction may be waited for, unless its handle is `done`: a peer may
     get to know only at its own end that it has to take part. What is in flight is bounded by the
     transport, not by the engine: `reduce` and `put` complete others' reductions while they wait.
     """
 
-    def missing(self, position: Position) -> list[Bucket]:
-        """Buckets that peers reduce in this phase and this rank has not, in an order of all ranks.
+    def missing(self, position: Position) -> list[Missing]:
+        """What peers reduce in this phase and this rank has not, in an order of all ranks.
 
         Returns as soon as it knows some; nothing once all ranks have called it and none is left.
         """
@@ -211,6 +226,6 @@ def abandon_all(transports: Iterable[Transport]) -> None:
         transport.abandon()
 
 
-def missing_of(transport: Transport, position: Position) -> list[Bucket]:
+def missing_of(transport: Transport, position: Position) -> list[Missing]:
     """What `transport` is missing; nothing where all ranks issue in the same order anyway."""
     return transport.missing(position) if is_unordered(transport) else []

@@ -253,9 +253,8 @@ class ExtensionBucket(BucketState):
             for storage, size_bytes in self._storages:
                 storage.resize_(size_bytes)
             shard, arrived = self._payload.send(inputs)
-            self._payload.bucket.private.update(
-                {k: v for k, v in self.bucket.private.items() if k == "all_gather"}
-            )
+            if (comm := self.unit().custom_comms.get("all_gather")) is not None:
+                self._payload.bucket.use_collective("all_gather", comm)
             handle = self.transport.gather(self._payload.bucket, shard, arrived)
             return _Gathering(self, handle, arrived, inputs)
 

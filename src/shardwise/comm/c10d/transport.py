@@ -36,6 +36,7 @@ from shardwise.comm.board import ended_ranks
 from shardwise.comm.c10d import tree as tree_sums
 from shardwise.comm.c10d.order import OrderCheck
 from shardwise.comm.c10d.staging import (
+    C10dBucket,
     GatherPlan,
     GatherStaging,
     PackedGrads,
@@ -43,7 +44,7 @@ from shardwise.comm.c10d.staging import (
     ReduceStaging,
 )
 from shardwise.comm.streams import streams_for
-from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.transport import DONE, Axis, GradBuffer, Handle, Position, Transport
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.comm.watch import ORIGINALS, is_watched
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
@@ -70,7 +71,7 @@ _OF_SHARDS = frozenset(("all_gather", "broadcast"))  # collectives that move who
 _ABSENT = object()  # is no function's original
 
 
-class C10dTransport:
+class C10dTransport(Transport[C10dBucket]):
     """Moves buckets with the process groups of its two axes; see the module's docstring."""
 
     name = "c10d"
@@ -87,7 +88,7 @@ class C10dTransport:
         checks = (OrderCheck.of(axis) for axis in (shard, replicate))
         self._checks = [check for check in checks if check is not None]
 
-    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> C10dBucket:
         if layout.world != self._shard.size:
             raise ValueError(
                 f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has "
@@ -97,10 +98,12 @@ class C10dTransport:
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1
-        private = {"number": self._num_attached}
-        return Bucket(name, layout, self._shard, self._replicate, buffer, private, self._streams)
+        return C10dBucket(
+            *(name, layout, self._shard, self._replicate, buffer, self._streams),
+            number=self._num_attached,
+        )
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+    def gather(self, bucket: C10dBucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         """`shard` may have the stored or the gather dtype and lie on the host; `out` decides."""
         if bucket.shard.size == 1:
             if shard.data_ptr() != out.data_ptr():
@@ -111,7 +114,7 @@ class C10dTransport:
         if self._streams.is_async:
             self._streams.used_here(shard)  # whose owner may go while the lane still reads
         plan = GatherPlan.of(bucket)
-        custom = bucket.private.get("all_gather")
+        custom = bucket.all_gather
         staging = None if plan.in_place else GatherStaging.take(bucket, plan, out, custom)
         packed = out if staging is None else staging.packed
         if shard.dtype != out.dtype or shard.device != out.device or not plan.padded:
@@ -126,13 +129,15 @@ class C10dTransport:
         return _Gather(self, bucket, works, shard, staging)
 
     def grad_buffer(
-        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+        self, bucket: C10dBucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
         plan = ReducePlan.of(bucket, layout)
-        custom = bucket.private.get("reduce_scatter")
+        custom = bucket.reduce_scatter
         return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, custom), pre_scale)
 
-    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
+    def reduce(
+        self, bucket: C10dBucket, grads: GradBuffer, out: torch.Tensor, scale: float
+    ) -> Handle:
         assert isinstance(grads, PackedGrads), (
             f"{type(grads).__name__} was made by another transport"
         )
@@ -145,7 +150,7 @@ class C10dTransport:
             return DONE
         in_place = False
         if plan.padded:
-            custom = bucket.private.get("reduce_scatter")
+            custom = bucket.reduce_scatter
             call = _reduce_scatter if custom is None else custom_reduce_scatter(custom)
             in_place = custom is None and self._scatters_by_all_reduce(packed)
             call = _reduce_in_place if in_place else call
@@ -154,7 +159,7 @@ class C10dTransport:
             works = self._per_owner(bucket, _reduce, plan.packing, packed)
         return _Reduce(self, bucket, works, staging, out, scale, in_place)
 
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+    def all_reduce(self, bucket: C10dBucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
             return DONE
         works = [self._issue(bucket, _all_reduce, out, bucket.replicate.group)]
@@ -162,7 +167,7 @@ class C10dTransport:
 
     def collect(
         self,
-        bucket: Bucket,
+        bucket: C10dBucket,
         grads: GradBuffer,
         out: torch.Tensor,
         tree: TreeSum,
@@ -171,7 +176,7 @@ class C10dTransport:
         assert isinstance(grads, PackedGrads), f"{type(grads).__name__} is another transport's"
         return tree_sums.collect(self._issue, self._handle, bucket, grads, out, tree, leaves)
 
-    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
+    def complete(self, bucket: C10dBucket, tree: TreeSum) -> Handle:
         return tree_sums.complete(self._issue, self._handle, bucket, tree)
 
     def enter(self, position: Position) -> None:
@@ -236,22 +241,22 @@ class C10dTransport:
         return self._sums_by_gloo and not is_watched()
 
     def _handle(
-        self, what: str, bucket: Bucket, works: list[Any], finish: Callable[[], None]
+        self, what: str, bucket: C10dBucket, works: list[Any], finish: Callable[[], None]
     ) -> Handle:
         return _Finished(self, bucket, works, what, finish)
 
-    def _issue(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
-        kind, plan = call.__name__.strip("_"), bucket.private.get("reduce_plan")
+    def _issue(self, bucket: C10dBucket, call: Callable[..., Any], *args: Any) -> Any:
+        kind, plan = call.__name__.strip("_"), bucket.reduce_plan
         members = "" if plan is None or kind in _OF_SHARDS else plan.layout.members
         for check in self._checks:
-            check.note(kind, bucket.name, bucket.private["number"], members)
+            check.note(kind, bucket.name, bucket.number, members)
         try:
             return call(*args)
         except RuntimeError as error:
             raise self.failure(f"{call.__name__.strip('_')} of {bucket.name}", error) from error
 
     def _per_owner(
-        self, bucket: Bucket, call: Callable[..., Any], packing: Packing, packed: torch.Tensor
+        self, bucket: C10dBucket, call: Callable[..., Any], packing: Packing, packed: torch.Tensor
     ) -> list[Any]:
         """One collective for each rank's part that is not empty."""
         works = []
@@ -268,7 +273,7 @@ class _Issued:
     __slots__ = ("_bucket", "_transport", "_what", "_works")
 
     def __init__(
-        self, transport: C10dTransport, bucket: Bucket, works: list[Any], what: str
+        self, transport: C10dTransport, bucket: C10dBucket, works: list[Any], what: str
     ) -> None:
         self._transport, self._bucket, self._what = transport, bucket, what
         self._works: list[Any] | None = works  # None: waited for
@@ -298,7 +303,7 @@ class _Gather(_Issued):
     def __init__(
         self,
         transport: C10dTransport,
-        bucket: Bucket,
+        bucket: C10dBucket,
         works: list[Any],
         shard: torch.Tensor,
         staging: GatherStaging | None,
@@ -319,7 +324,7 @@ class _Reduce(_Issued):
     def __init__(
         self,
         transport: C10dTransport,
-        bucket: Bucket,
+        bucket: C10dBucket,
         works: list[Any],
         staging: ReduceStaging,
         out: torch.Tensor,
@@ -351,7 +356,7 @@ class _Finished(_Issued):
     def __init__(
         self,
         transport: C10dTransport,
-        bucket: Bucket,
+        bucket: C10dBucket,
         works: list[Any],
         what: str,
         then: Callable[[], None],

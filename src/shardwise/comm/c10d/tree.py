@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.c10d.staging import PackedGrads
-from shardwise.comm.transport import DONE, Bucket, Handle
+from shardwise.comm.c10d.staging import C10dBucket, PackedGrads
+from shardwise.comm.transport import DONE, Handle
 from shardwise.comm.tree_sum import TreeSum, fold_pieces
 
 Issue = Callable[..., Any]  # (bucket, call, *args) -> work, with the transport's own checks
-MakeHandle = Callable[[str, Bucket, list[Any], Callable[[], None]], Handle]
+MakeHandle = Callable[[str, C10dBucket, list[Any], Callable[[], None]], Handle]
 
 
 def collect(
     issue: Issue,
     handle: MakeHandle,
-    bucket: Bucket,
+    bucket: C10dBucket,
     grads: PackedGrads,
     out: torch.Tensor,
     tree: TreeSum,
@@ -59,7 +59,7 @@ def collect(
     return handle("tree reduction", bucket, works, finish)
 
 
-def complete(issue: Issue, handle: MakeHandle, bucket: Bucket, tree: TreeSum) -> Handle:
+def complete(issue: Issue, handle: MakeHandle, bucket: C10dBucket, tree: TreeSum) -> Handle:
     """See `TreeTransport.complete`."""
     axis, like = bucket.replicate, bucket.buffer
     if axis.size == 1 or not tree.layout.chunk_numel:

@@ -55,7 +55,7 @@ class Home:
     def allocate(self, device: torch.device, middle: torch.Tensor) -> Bucket:
         """The home buffer; `middle` is the shard buffer that it fills."""
         self.bucket = self.transport.attach(f"{self.name}/home", self.layout, device)
-        self.bucket.private["follows"] = True  # whoever reduces the shard reduces this, see mailbox
+        self.bucket.follows = True  # whoever reduces the shard reduces this
         if not self.layout.chunk_numel:  # other shards have rows; all ranks see a move alike
             self.bucket.buffer = self.bucket.buffer.new_zeros(1)
         # One object for good: transports keep their plans by it.

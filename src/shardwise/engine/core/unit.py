@@ -124,11 +124,13 @@ class Unit(UnitGradients):
         self._find_wires()
 
     def _tell_transport(self) -> None:
-        """Leave word on transport buckets whose gradients they carry, and by whose collectives."""
+        """Tell by whose collectives buckets are moved, and remember whose gradients they carry."""
         for grads in self.grads:
-            if grads.state.bucket is not None:
-                grads.state.bucket.private["grads"] = weakref.ref(grads)
-                grads.state.bucket.private.update(self.custom_comms)
+            bucket = grads.state.bucket
+            if bucket is not None:
+                grads.carry_in(bucket)
+                for kind, comm in self.custom_comms.items():
+                    bucket.use_collective(kind, comm)
 
     def _find_wires(self) -> None:
         """The wires that this unit's collectives go over, the transports of its gathers, and the

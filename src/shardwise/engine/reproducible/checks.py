@@ -109,10 +109,8 @@ def _buckets(unit: Unit) -> Iterator[str]:
                 f"unit {unit.name!r}: transport {bucket.transport.name!r} cannot sum in tree "
                 "order; use 'c10d' or 'shared_memory'"
             )
-        private = bucket.bucket.private if bucket.bucket is not None else {}
-        for kind in ("all_gather", "reduce_scatter"):
-            if kind in private:
-                yield f"unit {unit.name!r}: set_custom_{kind}: sums go through the transport here"
+        for kind in unit.custom_comms:
+            yield f"unit {unit.name!r}: set_custom_{kind}: sums go through the transport here"
         dtype = bucket.layout.reduce_dtype
         if dtype not in (torch.float32, torch.float64) and bucket.params:
             yield (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.comm.transport import Missing
 from shardwise.comm.tree_sum import TreeSum, TreeTransport
 from shardwise.engine.core.bucket import BucketState
 from shardwise.engine.core.gradients import BucketGrads, Reduction
@@ -114,7 +115,9 @@ class SumOrder(Route):
     def holds_sums(self, unit: UnitGradients) -> bool:
         return self.is_last and any(grads in self._trees for grads in unit.grads)
 
-    def issue(self, unit: UnitGradients, grads: BucketGrads, *, joins: bool) -> OrderedReduction:
+    def issue(
+        self, unit: UnitGradients, grads: BucketGrads, *, joins: Missing | None
+    ) -> OrderedReduction:
         """The reduction of what a bucket collected in this round."""
         state = grads.state
         self.admit(grads)
