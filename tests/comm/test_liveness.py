@@ -18,9 +18,8 @@ from torch import nn
 import shardwise
 from ranks import announce, on_ranks, spawn_ranks
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.comm import limits
+from shardwise.comm import limits, order
 from shardwise.comm.board import AtWork, Board, default_board, gather_objects, whereabouts
-from shardwise.comm.c10d import order
 from shardwise.comm.liveness import Process
 from shardwise.errors import PeerTimeoutError, TransportError
 

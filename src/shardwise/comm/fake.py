@@ -32,6 +32,8 @@ class FakeTransport(Transport[Bucket]):
     """Records instead of communicating; see the module's docstring."""
 
     name = "fake"
+    takes_bytes = True
+    has_peers = False
 
     def __init__(self, shard: Axis, replicate: Axis) -> None:
         self._shard = shard

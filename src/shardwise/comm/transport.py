@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -152,9 +152,19 @@ class Transport(Protocol[B]):
 
     `out` of `gather` is flat, `layout.full_numel` elements of `gather_dtype`; `out` of `reduce` is
     flat, `ReduceLayout.chunk_numel` elements of `reduce_dtype`, with the counts at its end.
+
+    Behaviour goes by capabilities, never by a name. An object without them, or without the methods
+    that have a body here, gets these (`ordered.Guarded`).
     """
 
     name: str
+    is_ordered: bool = True  # all ranks issue the same in the same order; else see `missing`
+    reads_at_any_time: bool = False  # peers read a shard without its owner's doing
+    takes_custom_collectives: bool = False  # its buckets have `use_collective`
+    sums_in_tree: bool = False  # it has the methods of `TreeTransport`
+    takes_bytes: bool = False  # it gathers what is not in the bucket's buffer, of any dtype
+    has_peers: bool = True  # ranks meet in it
+    checks_order: bool = False  # ... and it tells by itself when they issue different collectives
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> B: ...
 
@@ -178,40 +188,32 @@ class Transport(Protocol[B]):
 
     def close(self) -> None: ...
 
+    @property
+    def phases(self) -> object:
+        """What `enter` and `leave` are about: transports of one set of ranks may share it."""
+        return self
 
-@runtime_checkable
-class Unordered(Protocol):
-    """What a transport adds whose reductions have no order: each rank reduces in its own.
-
-    A rank may then leave out units that others reduce, and has to learn of them. At the end of a
-    backward, before it waits for any reduction and before `leave`:
-
-        while missing := missing_of(transport, position):
-            reduce each bucket with a GradBuffer that nothing was put into (and all_reduce it)
-
-    Earlier in the backward no reduction may be waited for, unless its handle is `done`: a peer may
-    get to know only at its own end that it has to take part. What is in flight is bounded by the
-    transport, not by the engine: `reduce` and `put` complete others' reductions while they wait.
-    """
+    def give_up(self) -> None:
+        """Tell peers that `abandon` follows, without waiting for them."""
+        return None
 
     def missing(self, position: Position) -> list[Missing]:
         """What peers reduce in this phase and this rank has not, in an order of all ranks.
 
+        Where reductions have no order, each rank reduces in its own, may leave out units that
+        others reduce, and has to learn of them. At the end of a backward, before it waits for any
+        reduction and before `leave`:
+
+            while missing := transport.missing(position):
+                reduce each bucket with a GradBuffer that nothing was put into (and all_reduce it)
+
         Returns as soon as it knows some; nothing once all ranks have called it and none is left.
+        Earlier in the backward no reduction may be waited for, unless its handle is `done`: a peer
+        may get to know only at its own end that it has to take part. What is in flight is bounded
+        by the transport, not by the engine: `reduce` and `put` complete others' reductions while
+        they wait.
         """
-        ...
-
-
-def is_unordered(transport: Transport) -> TypeGuard[Unordered]:
-    """The same as `isinstance`, which takes 100 times as long and is asked for each unit."""
-    return hasattr(transport, "missing")
-
-
-def phases_of(transport: Transport) -> object:
-    """What its `enter` and `leave` are about: the transport, unless several of one set of ranks
-    share their phases (`phases`).
-    """
-    return getattr(transport, "phases", transport)
+        return []
 
 
 def abandon_all(transports: Iterable[Transport]) -> None:
@@ -220,12 +222,6 @@ def abandon_all(transports: Iterable[Transport]) -> None:
     """
     transports = list(transports)
     for transport in transports:
-        if hasattr(transport, "give_up"):
-            transport.give_up()
+        transport.give_up()
     for transport in transports:
         transport.abandon()
-
-
-def missing_of(transport: Transport, position: Position) -> list[Missing]:
-    """What `transport` is missing; nothing where all ranks issue in the same order anyway."""
-    return transport.missing(position) if is_unordered(transport) else []

@@ -162,7 +162,7 @@ class _Gathering:
 class ExtensionBucket(BucketState):
     """See the module docstring."""
 
-    transports = ("c10d", "fake")
+    needs = ("takes_bytes",)
     regroups = False  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
@@ -272,7 +272,7 @@ class ExtensionBucket(BucketState):
         except Exception as error:  # noqa: BLE001 - peers wait: tell them first
             failed, found = error, f"{type(error).__name__}: {error}"
         everybody: list[Any] = [found]
-        if self.mesh.shard.size > 1 and self.transport.name != "fake":
+        if self.mesh.shard.size > 1 and self.transport.has_peers:
             group = self.mesh.shard.group
             everybody = gather_objects(found, group, "inputs of extension gathers")
         if failed is not None:

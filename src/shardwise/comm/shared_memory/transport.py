@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from shardwise.comm.shared_memory.control import hash_of
-from shardwise.comm.shared_memory.domain import domain_of
+from shardwise.comm.shared_memory.domain import Domain, domain_of
 from shardwise.comm.shared_memory.gather import (
     SharedBucket,
     check_still_there,
@@ -47,6 +47,8 @@ class SharedMemoryTransport(Transport[SharedBucket]):
     """
 
     name = "shared_memory"
+    is_ordered = False
+    reads_at_any_time = sums_in_tree = True
 
     def __init__(self, shard: Axis, replicate: Axis, mesh: tuple[Axis, Axis] | None = None) -> None:
         """`mesh`: the axes of the mesh that these belong to, if they are not the whole of it."""
@@ -56,11 +58,15 @@ class SharedMemoryTransport(Transport[SharedBucket]):
                 f"transport='shared_memory' cannot serve this mesh: {domain}. Use 'auto' or 'c10d'."
             )
         self._shard, self._replicate = shard, replicate
-        self.phases = self._domain = domain  # which transports of one set of ranks share
+        self._domain = domain  # which transports of one set of ranks share
         if domain.mail is None:
             domain.mail = Mailbox(domain)
         assert isinstance(domain.mail, Mailbox)
         self._mail = domain.mail
+
+    @property
+    def phases(self) -> Domain:
+        return self._domain
 
     @property
     def wait_limit_s(self) -> float:

@@ -29,7 +29,7 @@ from shardwise._torch_compat import (
     graph_task_id,
     outside_transforms,
 )
-from shardwise.comm.transport import Missing, Position, is_unordered, missing_of
+from shardwise.comm.transport import Missing, Position
 from shardwise.engine.core.copy import GRAPH
 from shardwise.engine.core.gradients import BucketGrads, Reduction, carried_in
 from shardwise.engine.core.unit import Unit
@@ -188,9 +188,7 @@ class BackwardPass:
         """Bound what is in flight. A transport without an order may have to wait for a peer that
         waits for this rank's other reductions, so there nothing is waited for before the end.
         """
-        while len(self._in_flight) > num and not is_unordered(
-            self._in_flight[0].grads.state.transport
-        ):
+        while len(self._in_flight) > num and self._in_flight[0].grads.state.transport.is_ordered:
             self._finish_oldest()
 
     def _finish_done(self) -> None:
@@ -219,7 +217,7 @@ class BackwardPass:
         follow before the result of one is waited for.
         """
         for reduction in self._in_flight:
-            if is_unordered(reduction.grads.state.transport):
+            if not reduction.grads.state.transport.is_ordered:
                 reduction.advance()
 
     def finish_reductions(self) -> None:
@@ -286,7 +284,7 @@ class BackwardPass:
             self._be_heard(unit)
         while self._in_flight:
             reduction = self._in_flight.popleft()
-            if not is_unordered(reduction.grads.state.transport):
+            if reduction.grads.state.transport.is_ordered:
                 reduction.wait()
 
 
@@ -366,7 +364,7 @@ def _join_peers(ending: list[BackwardPass]) -> None:
         if wire.depth > wires.count(wire):
             continue  # an outer backward goes on, on the same transport
         position = Position(wire.step, "backward", "")
-        while missing := missing_of(wire.transport, position):
+        while missing := wire.transport.missing(position):
             for one in missing:
                 grads = carried_in(one.bucket)
                 if grads is None:

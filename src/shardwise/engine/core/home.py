@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.transport import DONE, Bucket, Handle, Transport, is_unordered
+from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.layout import BucketLayout, ReduceLayout, home_layout, home_reduce
 
@@ -125,6 +125,6 @@ def bring_up_to_date(units: Iterable[Unit]) -> None:
     for unit in units:
         unit.fill_middles()
         filled |= dict.fromkeys(b.transport for b in unit.buckets if b.home is not None)
-    for transport, one_sided in [(t, is_unordered(t)) for t in filled]:
+    for transport, one_sided in [(t, t.reads_at_any_time) for t in filled]:
         if one_sided:
             transport.agree([False])

@@ -15,7 +15,6 @@ import torch.nn as nn
 
 from shardwise._torch_compat import post_accumulate_hooks, tensor_hooks
 from shardwise.comm.board import gather_objects
-from shardwise.comm.tree_sum import TreeTransport
 from shardwise.engine.core.route import USUAL
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.reproducible.order import SumOrder
@@ -104,7 +103,7 @@ def _buckets(unit: Unit) -> Iterator[str]:
                 f"{bucket.params[0].name}: is on another mesh than the rest of unit {unit.name!r}, "
                 "so its gradients are sums over other ranks; use one mesh"
             )
-        if not isinstance(bucket.transport, TreeTransport):
+        if not bucket.transport.sums_in_tree:
             yield (
                 f"unit {unit.name!r}: transport {bucket.transport.name!r} cannot sum in tree "
                 "order; use 'c10d' or 'shared_memory'"
