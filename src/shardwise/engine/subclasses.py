@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_copy, local_of, plain_alias, set_versions
-from shardwise.comm.board import gather_objects
+from shardwise.comm.exchange import gather_objects
 from shardwise.comm.transport import Bucket, Handle
 from shardwise.engine.core.bucket import BucketState, checked_local
 from shardwise.engine.core.parameter import ShardedParam

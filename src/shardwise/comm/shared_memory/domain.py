@@ -48,8 +48,9 @@ from shardwise.comm.shared_memory.control import (
     hash_of,
 )
 from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
-from shardwise.comm.transport import Axis, Bucket, Position, Transport, how_to_differ, remark_on
-from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
+from shardwise.comm.transport import Axis, Bucket, Position, Transport, remark_on
+from shardwise.comm.waits import Wait
+from shardwise.errors import DivergenceError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +349,7 @@ class Domain:
         stuck: Callable[[], bool] | None,
     ) -> None:
         started = time.monotonic()
-        check_at, warn_at = started + SLICE_S, started + limits.warn_after_s()
+        check_at, wait = started + SLICE_S, _Lack(self, lacks, what)
         # What other domains announce rings other bells.
         slice_s = SLICE_S if stuck is None and _running in ([], [self]) else SLICE_S / 100
         while True:
@@ -372,17 +373,7 @@ class Domain:
                 continue
             check_at = now + SLICE_S
             self._check_alive(lacks, what)
-            if now - started > self.wait_limit_s:
-                raise PeerTimeoutError(
-                    self._describe(lacks, what, now - started)
-                    + "\nAll ranks of a mesh must make the same engine "
-                    f"calls. If one may really take longer, raise {limits.LIMIT_VARIABLE} (now "
-                    f"{self.wait_limit_s:g} s) or call shardwise.set_wait_limit()."
-                    + how_to_differ(self.position)
-                )
-            if now >= warn_at:
-                warn_at = now + 6 * limits.warn_after_s()
-                logger.warning("%s", self._describe(lacks, what, now - started))
+            wait.look(now - started)
 
     def _tell_sleep(self, seen: int) -> None:
         """In all domains: whoever sleeps in one brings nothing on in the others; -1: awake."""
@@ -431,6 +422,23 @@ class Domain:
         elif control.left >= control.entered:
             place += ", left: in user code"
         return place + (", waiting" if control.waiting else "")
+
+
+class _Lack(Wait):
+    """A wait of which peers can see themselves: control blocks say it all."""
+
+    remedy = "All ranks of a mesh must make the same engine calls"
+
+    def __init__(self, domain: Domain, lacks: Callable[[int], bool], what: str) -> None:
+        super().__init__(what, domain.position, limit_s=domain.wait_limit_s)
+        self._look_at = SLICE_S
+        self._domain, self._lacks = domain, lacks
+
+    def tell(self) -> None:
+        """Nobody reads the board."""
+
+    def describe(self, waited_s: float) -> str:
+        return self._domain._describe(self._lacks, self._what, waited_s)
 
 
 def domain_of(shard: Axis, replicate: Axis) -> Domain | str:

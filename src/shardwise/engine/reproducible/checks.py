@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 
 from shardwise._torch_compat import post_accumulate_hooks, tensor_hooks
-from shardwise.comm.board import gather_objects
+from shardwise.comm.exchange import gather_objects
 from shardwise.engine.core.route import USUAL
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.reproducible.order import SumOrder
