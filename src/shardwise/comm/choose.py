@@ -55,22 +55,22 @@ class Reach:
         return self.mesh[0].size == self.mesh[1].size == 1
 
 
-Open = Callable[[Reach], Any]
-WhyNot = Callable[[Reach], str | None]
-
-
 @dataclass(frozen=True, slots=True)
 class Entry:
     """How a transport is opened, what speaks against it somewhere (None: nothing, anywhere), and
     whether one can train on it.
     """
 
-    open: Open
-    why_not: WhyNot | None = None
+    open: Callable[[Reach], Any]
+    why_not: Callable[[Reach], str | None] | None = None
     trains: bool = True
 
 
-def register_transport(name: str, open: Open, why_not: WhyNot | None = None) -> None:
+def register_transport(
+    name: str,
+    open: Callable[[Reach], Any],
+    why_not: Callable[[Reach], str | None] | None = None,
+) -> None:
     """Make a transport known by name: to `fully_shard(transport=name)`, configurations, `bench`,
     `verify` and `explain`.
 
@@ -124,7 +124,7 @@ def open_transport(
     reach = Reach(shard, replicate, device, mesh or (shard, replicate))
     if not isinstance(name, str):
         return _checked(name, reach)
-    choice, reason = _choose(name, reach)
+    choice, reason = choose(name, reach)
     if reason and choice == name:
         raise UnavailableError(
             f"transport={name!r} cannot serve this mesh: {reason}. Use 'auto' or {ANYWHERE!r}."
@@ -139,37 +139,18 @@ def open_transport(
     return transport
 
 
-def explain_choice(
-    name: str | Transport[Any], shard: Axis, replicate: Axis, device: torch.device
-) -> str:
-    """One sentence: the transport that `open_transport` gives, and why."""
-    reach = Reach(shard, replicate, device, (shard, replicate))
-    if not isinstance(name, str):
-        return f"{_checked(name, reach).name}: the transport object that was passed"
-    choice, reason = _choose(name, reach)
-    if choice == name:
-        return f"{choice}: asked for by name" + (
-            f", but it cannot work here: {reason}" if reason else ""
-        )
-    why = "the ranks run on the CPU of one host and can read each other's memory"
-    return f"{choice}: {reason or why}"
-
-
-def _choose(name: str, reach: Reach) -> tuple[str, str | None]:
+def choose(name: str, reach: Reach) -> tuple[str, str | None]:
     """A transport's name, and what speaks against it, or against those that come before it."""
-    if name != "auto":
-        why_not = _entry(name).why_not
-        return name, None if why_not is None else why_not(reach)
-    if reach.is_alone:
+    if name == "auto" and reach.is_alone:
         return ANYWHERE, "one rank has nobody to share with"  # and c10d issues nothing then
     reason = None
-    for choice in BY_CHOICE:
-        why_not = _ENTRIES[choice].why_not
+    for choice in BY_CHOICE if name == "auto" else (name,):
+        why_not = _entry(choice).why_not
         against = None if why_not is None else why_not(reach)
         if against is None:
             return choice, reason
         reason = against
-    raise AssertionError(f"{ANYWHERE} serves every mesh")
+    return name, reason
 
 
 @functools.cache

@@ -31,7 +31,6 @@ from shardwise.comm.transport import (
     Position,
     Transport,
 )
-from shardwise.comm.tree_sum import TreeSum
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, ReduceLayout
 
@@ -127,6 +126,26 @@ class Issued:
         self._keeps = None
 
 
+def _noted(method: str, axis: str, text: str = "") -> Callable[..., Any]:
+    """A method of a guarded transport that moves something over `axis`."""
+    what = text or method
+
+    def move(self: Guarded, bucket: Bucket, *args: Any) -> Handle:
+        call = getattr(self._own, method)
+        if not self._checks or getattr(bucket, axis).size == 1:
+            return call(bucket, *args)
+        members = "" if method == "gather" else self._members.get(bucket, "")
+        for check in self._checks:
+            check.note(what, bucket.name, self._numbers[bucket], members)
+        try:
+            handle = call(bucket, *args)
+        except RuntimeError as error:
+            raise self.failure(f"{what} of {bucket.name}", error) from error
+        return Issued(self, bucket, [_Work(self._aside, handle.wait)], what)
+
+    return move
+
+
 class Guarded(Ordered[Bucket]):
     """A transport of the user's own. `gather`, `reduce` and `all_reduce` of an ordered one should
     issue and return: a wait of its handle is bounded, one inside of the call is not.
@@ -142,6 +161,7 @@ class Guarded(Ordered[Bucket]):
             self._checks = []
         self._aside = Aside("shardwise-wait")
         self._numbers: weakref.WeakKeyDictionary[Bucket, int] = weakref.WeakKeyDictionary()
+        self._members: weakref.WeakKeyDictionary[Bucket, str] = weakref.WeakKeyDictionary()
         self._num_attached = 0
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
@@ -150,34 +170,17 @@ class Guarded(Ordered[Bucket]):
         self._numbers[bucket] = self._num_attached
         return bucket
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
-        return self._move("gather", bucket, bucket.shard, self._own.gather, shard, out)
-
     def grad_buffer(
         self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
+        self._members[bucket] = layout.members
         return self._own.grad_buffer(bucket, layout, out, pre_scale)
 
-    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
-        return self._move("reduce", bucket, bucket.shard, self._own.reduce, grads, out, scale)
-
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
-        return self._move("all_reduce", bucket, bucket.replicate, self._own.all_reduce, out)
-
-    def collect(
-        self,
-        bucket: Bucket,
-        grads: GradBuffer,
-        out: torch.Tensor,
-        tree: TreeSum,
-        leaves: tuple[int | None, ...],
-    ) -> Handle:
-        call = self._own.collect
-        return self._move("tree reduction", bucket, bucket.shard, call, grads, out, tree, leaves)
-
-    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
-        what = "all_reduce in tree order"
-        return self._move(what, bucket, bucket.replicate, self._own.complete, tree)
+    gather = _noted("gather", "shard")
+    reduce = _noted("reduce", "shard")
+    all_reduce = _noted("all_reduce", "replicate")
+    collect = _noted("collect", "shard", "tree reduction")
+    complete = _noted("complete", "replicate", "all_reduce in tree order")
 
     def enter(self, position: Position) -> None:
         super().enter(position)
@@ -217,19 +220,6 @@ class Guarded(Ordered[Bucket]):
     def close(self) -> None:
         self._aside.leave()
         self._own.close()
-
-    def _move(
-        self, what: str, bucket: Bucket, axis: Axis, call: Callable[..., Handle], *args: Any
-    ) -> Handle:
-        if axis.size == 1 or not self._checks:
-            return call(bucket, *args)
-        for check in self._checks:
-            check.note(what, bucket.name, self._numbers[bucket])
-        try:
-            handle = call(bucket, *args)
-        except RuntimeError as error:
-            raise self.failure(f"{what} of {bucket.name}", error) from error
-        return Issued(self, bucket, [_Work(self._aside, handle.wait)], what)
 
 
 class _Work:

@@ -37,8 +37,8 @@ from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from shardwise.comm import limits
 from shardwise.comm.kept import kept
+from shardwise.comm.limits import wait_limit_s
 from shardwise.comm.shared_memory.access import Access, exchange, open_access
 from shardwise.comm.shared_memory.control import (
     DOORBELL_WORD,
@@ -96,7 +96,7 @@ class Domain:
         self.num_attached = 0
         self.phase = 0
         self.active = False
-        self._wait_limit_s: float | None = None
+        self._limit_s: float | None = None  # of waits; None: the process's
         first, mine = access.controls[0].mapping, self.own.mapping
         self.doorbell = Doorbell(first.words, DOORBELL_WORD, first.address(8 * DOORBELL_WORD))
         fence = Doorbell(mine.words, FENCE_WORD, mine.address(8 * FENCE_WORD))
@@ -109,15 +109,6 @@ class Domain:
         self.over_groups: list[Transport] = []  # that stand in for shared memory in this phase
         self.is_watched = False  # by tools on any rank; known after the entry fence
         self._round = 0
-
-    @property
-    def wait_limit_s(self) -> float:
-        """This domain's own limit, or the process's (`set_wait_limit`)."""
-        return self._wait_limit_s or limits.wait_limit_s()
-
-    @wait_limit_s.setter
-    def wait_limit_s(self, seconds: float | None) -> None:
-        self._wait_limit_s = seconds
 
     # -- phases
     def enter(self, position: Position, *, is_watched: bool = False) -> None:
@@ -239,7 +230,7 @@ class Domain:
 
     def _park(self, phase: int) -> None:
         """Leave shards alone while peers may read them; not for long, the caller has an error."""
-        limit, self._wait_limit_s = self._wait_limit_s, min(self.wait_limit_s, PARK_S)
+        self._limit_s = min(wait_limit_s(), PARK_S)
         try:
             self.wait(
                 lambda: all(self.controls[i].left >= phase for i in self.others),
@@ -250,7 +241,7 @@ class Domain:
         except TransportError as error:
             logger.debug("not all ranks left the phase: %s", error)
         finally:
-            self._wait_limit_s = limit
+            self._limit_s = None
 
     def check_gone(self) -> None:
         """Raise when a peer has abandoned this phase and may be writing its shards."""
@@ -430,7 +421,7 @@ class _Lack(Wait):
     remedy = "All ranks of a mesh must make the same engine calls"
 
     def __init__(self, domain: Domain, lacks: Callable[[int], bool], what: str) -> None:
-        super().__init__(what, domain.position, limit_s=domain.wait_limit_s)
+        super().__init__(what, domain.position, limit_s=domain._limit_s)
         self._look_at = SLICE_S
         self._domain, self._lacks = domain, lacks
 

@@ -68,15 +68,6 @@ class SharedMemoryTransport(Transport[SharedBucket]):
     def phases(self) -> Domain:
         return self._domain
 
-    @property
-    def wait_limit_s(self) -> float:
-        """Seconds until a wait for a peer becomes an error."""
-        return self._domain.wait_limit_s
-
-    @wait_limit_s.setter
-    def wait_limit_s(self, seconds: float) -> None:
-        self._domain.wait_limit_s = seconds
-
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> SharedBucket:
         """No communication: peers look the bucket up at its first gather, by its number."""
         if device.type != "cpu":
