@@ -136,7 +136,7 @@ def _noted(method: str, axis: str, text: str = "") -> Callable[..., Any]:
             return call(bucket, *args)
         members = "" if method == "gather" else self._members.get(bucket, "")
         for check in self._checks:
-            check.note(what, bucket.name, self._numbers[bucket], members)
+            check.note(what, bucket.name, bucket.number, members)
         try:
             handle = call(bucket, *args)
         except RuntimeError as error:
@@ -160,14 +160,13 @@ class Guarded(Ordered[Bucket]):
         if not self.is_ordered:
             self._checks = []
         self._aside = Aside("shardwise-wait")
-        self._numbers: weakref.WeakKeyDictionary[Bucket, int] = weakref.WeakKeyDictionary()
         self._members: weakref.WeakKeyDictionary[Bucket, str] = weakref.WeakKeyDictionary()
         self._num_attached = 0
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
         bucket = self._own.attach(name, layout, device)
         self._num_attached += 1
-        self._numbers[bucket] = self._num_attached
+        bucket.number = self._num_attached
         return bucket
 
     def grad_buffer(

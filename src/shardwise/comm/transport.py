@@ -88,6 +88,7 @@ class Bucket:
     replicate: Axis
     buffer: torch.Tensor
     streams: Streams = NO_STREAMS  # of the device that computes; the buffer may lie on the host
+    number: int = 0  # tells those of one transport apart, the same on all ranks
     follows: bool = False  # its reductions follow those of another bucket: none is missed alone
 
     def use_collective(self, kind: str, comm: Any) -> None:

@@ -11,17 +11,29 @@ What holds on c10d holds in a watched phase: all ranks must run the same units i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
-import torch
-
-from shardwise.comm.c10d.staging import C10dBucket, PackedGrads
+from shardwise.comm.c10d.staging import C10dBucket
 from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.shared_memory.gather import SharedBucket
-from shardwise.comm.transport import Axis, GradBuffer, Handle, Position
-from shardwise.comm.tree_sum import TreeSum
+from shardwise.comm.transport import Axis, Position
 from shardwise.comm.watch import is_watched
-from shardwise.layout import ReduceLayout
+
+
+def _either_way(method: str, axis: str = "") -> Callable[..., Any]:
+    """A method of both transports; what moves over an axis of one rank is nobody's to see."""
+    shared = getattr(SharedMemoryTransport, method)
+
+    def move(self: WatchedTransport, bucket: SharedBucket, *args: Any) -> Any:
+        is_moved = not axis or getattr(bucket, axis).size > 1
+        beside = self._visible(bucket) if is_moved else None
+        if beside is None:
+            return shared(self, bucket, *args)
+        return getattr(self._c10d, method)(beside, *args)
+
+    return move
 
 
 class WatchedTransport(SharedMemoryTransport):
@@ -48,50 +60,12 @@ class WatchedTransport(SharedMemoryTransport):
                 c10d.abandon()
         super().give_up()
 
-    def gather(self, bucket: SharedBucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
-        beside = self._visible(bucket) if bucket.shard.size > 1 else None
-        if beside is None:
-            return super().gather(bucket, shard, out)
-        return self._c10d.gather(beside, shard, out)
-
-    def grad_buffer(
-        self, bucket: SharedBucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
-    ) -> GradBuffer:
-        beside = self._visible(bucket)
-        if beside is None:
-            return super().grad_buffer(bucket, layout, out, pre_scale)
-        return self._c10d.grad_buffer(beside, layout, out, pre_scale)
-
-    def reduce(
-        self, bucket: SharedBucket, grads: GradBuffer, out: torch.Tensor, scale: float
-    ) -> Handle:
-        if isinstance(grads, PackedGrads):
-            return self._c10d.reduce(self._beside[bucket], grads, out, scale)
-        return super().reduce(bucket, grads, out, scale)
-
-    def all_reduce(self, bucket: SharedBucket, out: torch.Tensor) -> Handle:
-        beside = self._visible(bucket) if bucket.replicate.size > 1 else None
-        if beside is None:
-            return super().all_reduce(bucket, out)
-        return self._c10d.all_reduce(beside, out)
-
-    def collect(
-        self,
-        bucket: SharedBucket,
-        grads: GradBuffer,
-        out: torch.Tensor,
-        tree: TreeSum,
-        leaves: tuple[int | None, ...],
-    ) -> Handle:
-        if isinstance(grads, PackedGrads):
-            return self._c10d.collect(self._beside[bucket], grads, out, tree, leaves)
-        return super().collect(bucket, grads, out, tree, leaves)
-
-    def complete(self, bucket: SharedBucket, tree: TreeSum) -> Handle:
-        beside = self._visible(bucket) if bucket.replicate.size > 1 else None
-        return (
-            super().complete(bucket, tree) if beside is None else self._c10d.complete(beside, tree)
-        )
+    gather = _either_way("gather", "shard")
+    grad_buffer = _either_way("grad_buffer")
+    reduce = _either_way("reduce")
+    collect = _either_way("collect")
+    all_reduce = _either_way("all_reduce", "replicate")
+    complete = _either_way("complete", "replicate")
 
     def _visible(self, bucket: SharedBucket) -> C10dBucket | None:
         """What moves over process groups in a phase in which any rank is watched, else None."""

@@ -38,11 +38,8 @@ _is_contiguous = torch.Tensor.is_contiguous
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class C10dBucket(Bucket):
-    """A bucket with its plans, the buffers that are used again, and the user's own collectives.
-    `number` tells those of one transport apart, the same on all ranks.
-    """
+    """A bucket with its plans, the buffers that are used again, and the user's own collectives."""
 
-    number: int = 0
     all_gather: Any = None
     reduce_scatter: Any = None
     gather_plan: GatherPlan | None = None

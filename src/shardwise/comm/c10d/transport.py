@@ -50,18 +50,10 @@ from shardwise.layout import BucketLayout, Packing, ReduceLayout
 # int16).
 _WIRE_DTYPES = frozenset(
     (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.int8,
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int32, torch.int64, torch.uint8, torch.int8),
     )
 )
-
-
 CPU = torch.device("cpu")
 _OF_SHARDS = frozenset(("all_gather", "broadcast"))  # collectives that move whole buckets
 _ABSENT = object()  # is no function's original
@@ -88,10 +80,8 @@ class C10dTransport(Ordered[C10dBucket]):
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1
-        return C10dBucket(
-            *(name, layout, self._shard, self._replicate, buffer, self._streams),
-            number=self._num_attached,
-        )
+        axes = (self._shard, self._replicate)
+        return C10dBucket(name, layout, *axes, buffer, self._streams, self._num_attached)
 
     def gather(self, bucket: C10dBucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         """`shard` may have the stored or the gather dtype and lie on the host; `out` decides."""
@@ -112,7 +102,7 @@ class C10dTransport(Ordered[C10dBucket]):
             own.copy_(shard[: own.numel()], non_blocking=True)
             shard = own
         if plan.padded:
-            call = _all_gather if custom is None else custom_all_gather(custom)
+            call = _all_gather if custom is None else _users("all_gather", custom)
             works = [self._issue(bucket, call, packed, shard, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _broadcast, plan.packing, packed)
@@ -143,7 +133,11 @@ class C10dTransport(Ordered[C10dBucket]):
         in_place = False
         if plan.padded:
             custom = bucket.reduce_scatter
-            call = _reduce_scatter if custom is None else custom_reduce_scatter(custom)
+            call = (
+                _reduce_scatter
+                if custom is None
+                else _users("reduce_scatter", custom, op=dist.ReduceOp.SUM)
+            )
             in_place = custom is None and self._scatters_by_all_reduce(packed)
             call = _reduce_in_place if in_place else call
             works = [self._issue(bucket, call, out, packed, bucket.shard.group)]
@@ -175,10 +169,10 @@ class C10dTransport(Ordered[C10dBucket]):
         leaves: tuple[int | None, ...],
     ) -> Handle:
         assert isinstance(grads, PackedGrads), f"{type(grads).__name__} is another transport's"
-        return tree_sums.collect(self._issue, self._handle, bucket, grads, out, tree, leaves)
+        return tree_sums.collect(self, self._issue, bucket, grads, out, tree, leaves)
 
     def complete(self, bucket: C10dBucket, tree: TreeSum) -> Handle:
-        return tree_sums.complete(self._issue, self._handle, bucket, tree)
+        return tree_sums.complete(self, self._issue, bucket, tree)
 
     def agree(self, flags: list[bool]) -> list[bool]:
         """One small MAX all-reduce per axis with peers. The host waits: it steers by the answer."""
@@ -204,11 +198,6 @@ class C10dTransport(Ordered[C10dBucket]):
             is_gloo = packed.is_cpu and backend_name(self._shard.group, packed.device) == "gloo"
             self._sums_by_gloo = is_gloo and dist.get_debug_level() != dist.DebugLevel.DETAIL
         return self._sums_by_gloo and not is_watched()
-
-    def _handle(
-        self, what: str, bucket: C10dBucket, works: list[Any], finish: Callable[[], None]
-    ) -> Handle:
-        return Issued(self, bucket, works, what, finish)
 
     def _issue(self, bucket: C10dBucket, call: Callable[..., Any], *args: Any) -> Any:
         kind, plan = call.__name__.strip("_"), bucket.reduce_plan
@@ -288,26 +277,14 @@ def _reduce(part: torch.Tensor, owner: int, group: dist.ProcessGroup | None) -> 
     return dist.reduce(part, dst=owner, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-# -- collectives that users bring ----------------------------------------------------------------
-# FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`: objects that allocate staging and
-# run the collective, returning a work or None.
-def custom_all_gather(comm: Any) -> Callable[..., Any]:
-    def all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
-        work = comm(output_tensor=out, input_tensor=part, group=group, async_op=True)
+def _users(name: str, comm: Any, **more: Any) -> Callable[..., Any]:
+    """A collective that the user brings (FSDP2's `set_custom_all_gather`, `..._reduce_scatter`): an
+    object that allocates staging and runs it, returning a work or None.
+    """
+
+    def call(out: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+        work = comm(output_tensor=out, input_tensor=part, group=group, async_op=True, **more)
         return work if work is not None else DONE
 
-    return all_gather
-
-
-def custom_reduce_scatter(comm: Any) -> Callable[..., Any]:
-    def reduce_scatter(out: torch.Tensor, packed: torch.Tensor, group: Any) -> Any:
-        work = comm(
-            output_tensor=out,
-            input_tensor=packed,
-            group=group,
-            op=dist.ReduceOp.SUM,
-            async_op=True,
-        )
-        return work if work is not None else DONE
-
-    return reduce_scatter
+    call.__name__ = name
+    return call

@@ -74,7 +74,8 @@ class Mailbox:
         slot.describe(self._tickets, dtype, present, exchange.identity)
         # The record shows the last post. Who lacks an earlier one finds it from there: none of the
         # slots in between was read by that rank, so none of them is free.
-        slot.follow(exchange.tag, last.offset if last is not None and last.unread else 0)
+        slot.tag = exchange.tag
+        slot.before = last.offset if last is not None and last.unread else 0
         slot.posted_to(self._tickets, tuple(i for i in exchange.indices if i != domain.me))
         record = domain.own.record(key)
         record.set_members(axis, exchange.members.mask_words)

@@ -135,7 +135,10 @@ class SharedMemoryTransport(Transport[SharedBucket]):
         if not grads.plan.params:
             return DONE
         if bucket.layout.world == 1:
-            _finish_alone(grads, scale)
+            with torch.no_grad():
+                out = finished_chunk(grads, out)
+                if scale != 1.0:
+                    out[: grads.plan.own_numel].mul_(scale)
             return DONE
         return ShardSum(self._mail, bucket, grads, out, scale)
 
@@ -194,15 +197,3 @@ class SharedMemoryTransport(Transport[SharedBucket]):
 
         buffers go with their tensors, the domain with its process group.
         """
-
-
-def _finish_alone(grads: OutgoingGrads, scale: float) -> None:
-    """A shard axis of one rank: the own gradients are the sum, over the shard axis."""
-    plan, out = grads.plan, grads.out
-    with torch.no_grad():
-        for (offset, numel), present in zip(plan.own, grads.present, strict=True):
-            if not present:
-                out[offset : offset + numel].zero_()
-        if scale != 1.0:
-            out[: plan.own_numel].mul_(scale)
-        out[plan.counts_offset :].copy_(torch.tensor(grads.present, dtype=torch.float32))
