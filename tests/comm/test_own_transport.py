@@ -5,8 +5,10 @@ check, wait limits and their texts, and a place in every list of names.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,3 +172,26 @@ def test_an_installed_package_brings_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "brought" in choose.names()
     assert not choose.may_refuse("brought")
     assert open_transport("brought", *MANY, CPU).name == "squeezed"
+
+
+# -- rules that the sources keep -------------------------------------------------------------------
+def lines_of_src() -> list[tuple[str, str]]:
+    root = Path(sw.__file__).parent
+    files = sorted(root.rglob("*.py"))
+    return [(str(f.relative_to(root)), line) for f in files for line in f.read_text().splitlines()]
+
+
+def test_nothing_goes_by_the_name_of_a_transport() -> None:
+    asked = re.compile(
+        r"transport\.name (==|!=|in|not in)|hasattr\((\w+\.)*transport, \"|\.private\b"
+        r"|isinstance\([^)]*(C10d|SharedMemory|Watched|Fake|Tree)Transport"
+    )
+    assert not [found for found in lines_of_src() if asked.search(found[1])]
+
+
+def test_small_exchanges_go_through_one_module() -> None:
+    raw = re.compile(r"dist\.(all_reduce|all_gather\w*|broadcast\w*|barrier|monitored_barrier)\(")
+    found = [name for name, line in lines_of_src() if raw.search(line)]
+    # Collectives of the data path; what a benchmark times; a text with an example.
+    allowed = ("comm/exchange.py", "comm/c10d/", "bench/rank.py", "engine/guards/audit.py")
+    assert not [name for name in found if not name.startswith(allowed)]

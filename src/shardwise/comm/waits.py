@@ -82,7 +82,7 @@ class Wait:
     def look(self, waited_s: float) -> None:
         if waited_s < self._look_at:
             return
-        self._look_at = waited_s + STALL_S / 2
+        self._look_at = min(waited_s + STALL_S / 2, max(waited_s, self._limit_s))
         if not self._has_told:
             self._has_told = True
             self.tell()
