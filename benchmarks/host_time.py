@@ -35,7 +35,7 @@ import shardwise as sw
 from shardwise._torch_compat import set_versions, storage_uses
 from shardwise.bench.machine import describe
 from shardwise.comm.board import Board
-from shardwise.comm.c10d.order import OrderCheck
+from shardwise.comm.order import OrderCheck
 from shardwise.comm.transport import Position
 from shardwise.engine.core.state import unit_of
 from shardwise.engine.guards.ledger import check_units

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         load_pretrained,
         save_pretrained,
     )
+    from shardwise.comm.choose import register_transport
     from shardwise.comm.limits import set_wait_limit
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
@@ -79,6 +80,7 @@ _HOMES = {
     "no_sync": "engine.services.clip",
     "record_events": "engine.services.inspect",
     "register_fsdp_forward_method": "engine.module",
+    "register_transport": "comm.choose",
     "reproducible": "engine.reproducible.run",
     "save_pretrained": "checkpoint.pretrained",
     "set_prefetch": "engine.services.prefetch",
@@ -118,6 +120,7 @@ __all__ = [
     "no_sync",
     "record_events",
     "register_fsdp_forward_method",
+    "register_transport",
     "reproducible",
     "save_pretrained",
     "set_prefetch",

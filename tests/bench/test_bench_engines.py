@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import get_args, get_type_hints
-
 import pytest
 
 from shardwise.bench import engines
 from shardwise.bench.engines import KINDS, STANDARD, parse_engine, parse_engines
+from shardwise.comm.choose import names
 from shardwise.errors import ConfigError
 
 
 def test_options_stand_in_any_order():
     spec = parse_engine("shardwise:c10d:shard_grad_op@A=1@B=x=y")
     assert spec.kind == "shardwise"
-    assert spec.one_of(engines.TRANSPORTS, "auto") == "c10d"
+    assert spec.one_of(names(), "auto") == "c10d"
     assert spec.one_of(engines.STRATEGIES, "full_shard") == "shard_grad_op"
     assert spec.environment == (("A", "1"), ("B", "x=y"))
     assert parse_engine("shardwise:ZeRO-2:c10d").options == ("shard_grad_op", "c10d")
-    assert parse_engine("shardwise:shard_grad_op:c10d").one_of(engines.TRANSPORTS, "") == "c10d"
+    assert parse_engine("shardwise:shard_grad_op:c10d").one_of(names(), "") == "c10d"
 
 
 @pytest.mark.parametrize(
@@ -44,10 +43,8 @@ def test_mistakes(name, expected):
 def test_names_are_those_of_the_engine():
     """The lists here spare the import of torch; they must not fall behind."""
     from shardwise.layout.strategy import STRATEGIES, strategy_named
-    from shardwise.train.config import ShardConfig
 
     assert {strategy_named(name).name for name in engines.STRATEGIES} == set(STRATEGIES)
-    assert set(engines.TRANSPORTS) == set(get_args(get_type_hints(ShardConfig)["transport"]))
 
 
 def test_installed_leaves_out_what_is_not_there(monkeypatch):

@@ -11,7 +11,7 @@ from axes import alone, shard_axis
 
 from ranks import on_ranks
 from shardwise.comm.c10d.transport import C10dTransport
-from shardwise.comm.choose import explain_choice, open_transport
+from shardwise.comm.choose import Reach, choose, open_transport
 from shardwise.comm.fake import FakeTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.transport import Axis
@@ -23,17 +23,22 @@ ONE = (alone("shard", 0), alone("replicate", 0))
 MANY = (Axis("shard", (0, 1), 0, None), alone("replicate", 0))
 
 
+def reach(axes: tuple[Axis, Axis], device: torch.device = CPU) -> Reach:
+    return Reach(*axes, device, axes)
+
+
 def test_names() -> None:
     assert isinstance(open_transport("c10d", *MANY, CPU), C10dTransport)
     assert isinstance(open_transport("fake", *MANY, CPU), FakeTransport)
-    assert explain_choice("fake", *MANY, CPU) == "fake: asked for by name"
+    assert choose("fake", reach(MANY)) == ("fake", None)
 
 
 def test_auto_takes_process_groups_for_devices_and_for_one_rank() -> None:
     assert isinstance(open_transport("auto", *MANY, GPU), C10dTransport)
-    assert "parameters live on cuda" in explain_choice("auto", *MANY, GPU)
+    name, reason = choose("auto", reach(MANY, GPU))
+    assert name == "c10d" and "parameters live on cuda" in str(reason)
     assert isinstance(open_transport("auto", *ONE, CPU), C10dTransport)
-    assert "one rank has nobody to share with" in explain_choice("auto", *ONE, CPU)
+    assert choose("auto", reach(ONE)) == ("c10d", "one rank has nobody to share with")
     assert isinstance(open_transport("shared_memory", *ONE, CPU), C10dTransport)
 
 
@@ -43,7 +48,7 @@ def test_auto_takes_shared_memory_for_ranks_of_one_host(rank: int, world: int) -
     transport = open_transport("auto", *axes, CPU)
     assert isinstance(transport, SharedMemoryTransport)
     assert open_transport("shared_memory", *axes, CPU) is transport, "one per mesh"
-    assert "the ranks run on the CPU of one host" in explain_choice("auto", *axes, CPU)
+    assert choose("auto", reach(axes)) == ("shared_memory", None)
 
 
 @on_ranks(2)
@@ -51,13 +56,12 @@ def test_shared_memory_that_cannot_work_says_why(rank: int, world: int) -> None:
     axes = (shard_axis(rank, world), alone("replicate", rank))
     with pytest.raises(TransportError, match=r"parameters live on cuda.*Use 'auto' or 'c10d'"):
         open_transport("shared_memory", *axes, GPU)
-    assert "but it cannot work here" in explain_choice("shared_memory", *axes, GPU)
+    assert choose("auto", reach(axes, GPU))[0] == "c10d"
 
 
 def test_a_users_transport_is_passed_through() -> None:
     mine = FakeTransport(*MANY)
     assert open_transport(mine, *MANY, CPU) is mine
-    assert explain_choice(mine, *MANY, CPU) == "fake: the transport object that was passed"
 
 
 @pytest.mark.parametrize("wrong", [FakeTransport, 3, None])

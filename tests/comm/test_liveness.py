@@ -18,10 +18,11 @@ from torch import nn
 import shardwise
 from ranks import announce, on_ranks, spawn_ranks
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.comm import limits
-from shardwise.comm.board import AtWork, Board, default_board, gather_objects, whereabouts
-from shardwise.comm.c10d import order
+from shardwise.comm import limits, order
+from shardwise.comm.board import Board, default_board, whereabouts
+from shardwise.comm.exchange import gather_objects
 from shardwise.comm.liveness import Process
+from shardwise.comm.waits import AtWork
 from shardwise.errors import PeerTimeoutError, TransportError
 
 LIMIT_S = 60.0  # for a loaded machine, not an expectation

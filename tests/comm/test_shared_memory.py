@@ -224,8 +224,8 @@ def test_every_gather_sees_one_version(rank: int, world: int) -> None:
             writer.gather_and_check(index)
             handles.append(reduced(shared, writer, reduces, index, float(rank + step)))
         while missing := shared.missing(at(step, "backward")):
-            for bucket in missing:
-                index = next(i for i, b in enumerate(writer.buckets) if b is bucket)
+            for one in missing:
+                index = next(i for i, b in enumerate(writer.buckets) if b is one.bucket)
                 assert index not in used[rank]
                 handles.append(reduced(shared, writer, reduces, index, None))
         for handle, _, _ in handles:

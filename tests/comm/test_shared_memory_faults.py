@@ -21,6 +21,7 @@ from test_shared_memory import CPU, F32, at, gather
 import shardwise.comm.shared_memory.access as access_module
 from ranks import announce, on_ranks, spawn_ranks
 from shardwise.comm.kept import kept
+from shardwise.comm.limits import set_wait_limit
 from shardwise.comm.shared_memory import SharedMemoryTransport, shared_memory_reason
 from shardwise.comm.shared_memory.domain import domain_of
 from shardwise.comm.shared_memory.futex import MemoryOrder
@@ -204,12 +205,12 @@ def test_different_trainable_parameters_are_named(rank: int, world: int) -> None
 @on_ranks(2)
 def test_a_wait_ends_with_who_waits_for_whom(rank: int, world: int) -> None:
     transport = transport_of(rank, world)
-    bucket, before = bucket_of(transport, 64, world), transport.wait_limit_s
+    bucket = bucket_of(transport, 64, world)
     transport.enter(at(0))
     gather(transport, bucket)
     transport.leave(at(0))
     if rank == 0:
-        transport.wait_limit_s = 0.6
+        set_wait_limit(0.6)
         transport.enter(at(1, "unshard", "layers.4"))
         with pytest.raises(PeerTimeoutError) as caught:
             gather(transport, bucket)
@@ -219,7 +220,7 @@ def test_a_wait_ends_with_who_waits_for_whom(rank: int, world: int) -> None:
         assert "rank 1: step 0, forward, unit 'root'" in text and "left: in user code" in text
         assert "raise SHARDWISE_WAIT_LIMIT_S (now 0.6 s)" in text
         transport.abandon()
-        transport.wait_limit_s = before
+        set_wait_limit()
     dist.barrier()
     if rank == 1:
         transport.enter(at(1, "unshard", "layers.4"))
@@ -362,7 +363,7 @@ def test_plans_go_with_what_they_write_to(rank: int, world: int) -> None:
     transport.enter(at(0))
     for _ in range(5):
         gather(transport, bucket)
-    assert len(bucket.private["shards"].plans) == 0
+    assert len(bucket.plans) == 0
     out = torch.empty(bucket.layout.full_numel)
     for value in range(3):
         out.untyped_storage().resize_(out.numel() * 4)
@@ -370,7 +371,7 @@ def test_plans_go_with_what_they_write_to(rank: int, world: int) -> None:
         transport.gather(bucket, bucket.buffer, out)
         assert (out[:1000] == 0).all(), value
         out.untyped_storage().resize_(0)
-    assert len(bucket.private["shards"].plans) == 1
+    assert len(bucket.plans) == 1
     transport.leave(at(0))
 
 

@@ -9,13 +9,14 @@ import torch
 
 from shardwise.comm.c10d.staging import (
     BATCHED_BYTES,
+    C10dBucket,
     GatherPlan,
     GatherStaging,
     PackedGrads,
     ReducePlan,
     ReduceStaging,
 )
-from shardwise.comm.transport import Axis, Bucket
+from shardwise.comm.transport import Axis
 from shardwise.layout import (
     BucketLayout,
     MixedPrecisionPolicy,
@@ -28,7 +29,7 @@ from shardwise.layout import (
 WORLD = 4
 
 
-def bucket_of(*shapes: tuple[int, ...], shard_dim: int = 0) -> Bucket:
+def bucket_of(*shapes: tuple[int, ...], shard_dim: int = 0) -> C10dBucket:
     specs = [
         ParamSpec(f"p{i}", shape, torch.float32, True, shard_dim) for i, shape in enumerate(shapes)
     ]
@@ -41,21 +42,21 @@ def bucket_of(*shapes: tuple[int, ...], shard_dim: int = 0) -> Bucket:
     )
     layout: BucketLayout = unit.buckets[0]
     shard, alone = Axis("shard", tuple(range(WORLD)), 1, None), Axis("replicate", (0,), 0, None)
-    return Bucket("u[0]", layout, shard, alone, torch.zeros(layout.chunk_numel))
+    return C10dBucket("u[0]", layout, shard, alone, torch.zeros(layout.chunk_numel))
 
 
-def grads_of(bucket: Bucket) -> tuple[PackedGrads, torch.Tensor]:
+def grads_of(bucket: C10dBucket) -> tuple[PackedGrads, torch.Tensor]:
     layout = layout_reduce(bucket.layout)
     plan, out = ReducePlan.of(bucket, layout), torch.empty(layout.chunk_numel)
     return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, None), 1.0), out
 
 
-def random_grads(bucket: Bucket) -> list[torch.Tensor]:
+def random_grads(bucket: C10dBucket) -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [torch.randn(p.spec.shape) for p in bucket.layout.params]
 
 
-def packed(bucket: Bucket, grads: list[torch.Tensor]) -> torch.Tensor:
+def packed(bucket: C10dBucket, grads: list[torch.Tensor]) -> torch.Tensor:
     buffer, _ = grads_of(bucket)
     for index, grad in enumerate(grads):
         buffer.put(index, grad)
@@ -108,7 +109,7 @@ def test_a_gathered_buffer_that_is_given_up_is_not_kept_alive() -> None:
         gone.append(weakref.ref(out))
         del out
     assert all(ref() is None for ref in gone)
-    assert "gather_staging" not in bucket.private
+    assert bucket.gather_staging is None
 
 
 @pytest.mark.parametrize(

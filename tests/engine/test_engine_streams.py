@@ -11,6 +11,8 @@ the engine makes the same calls to `DeviceStreams`.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,8 +20,35 @@ from engine_kit import Mlp, Setting, batch, loss_of, make
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.comm.streams import NoStreams, RecordingStreams
+from shardwise.comm.streams import NoStreams
 from shardwise.engine.core.state import units_in
+
+
+class RecordingStreams:
+    """Writes down what would be ordered: `fork gather`, `join gather`, `event gather`, `wait
+    gather`.
+    """
+
+    is_async = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    @contextlib.contextmanager
+    def lane(self, name: str) -> Iterator[None]:
+        self.calls.append(f"fork {name}")
+        yield
+        self.calls.append(f"join {name}")
+
+    def record(self, name: str) -> Any:
+        self.calls.append(f"event {name}")
+        return name
+
+    def wait(self, event: Any) -> None:
+        self.calls.append(f"wait {event}")
+
+    def used_here(self, tensor: torch.Tensor) -> None:
+        return None
 
 
 def recorded(model: Any) -> RecordingStreams:

@@ -43,7 +43,7 @@ def test_every_micro_batch_is_computed_once(num: int, replicas: int, shards: int
     rounds = range(plan.num_rounds)
     computed = [i for k in rounds for r in range(replicas) for i in plan.leaves(k, r)]
     assert sorted(i for i in computed if i is not None) == list(range(num))
-    assert computed.count(None) == plan.num_spare
+    assert computed.count(None) == plan.num_rounds * replicas * shards - num
     assert plan.num_rounds == math.ceil(math.ceil(num / replicas) / shards)  # no more than needed
 
 

@@ -22,8 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from ranks import spawn_ranks
-from shardwise.comm import choose, streams
+from shardwise.comm import streams
 from shardwise.comm.blocks import Blocks
+from shardwise.comm.c10d import transport
 from shardwise.comm.kept import kept
 
 WIDTH = 40
@@ -110,7 +111,8 @@ def races_of(left_out: frozenset[str] = frozenset()) -> tuple[dict[str, list[str
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(streams.MAKERS, "cpu", lambda device: lanes)
         patch.setattr(Blocks, "of_process", classmethod(lambda cls: blocks))
-        patch.setattr(choose, "C10dTransport", transport_class(detector, operators, set(left_out)))
+        lanes_class = transport_class(detector, operators, set(left_out))
+        patch.setattr(transport, "C10dTransport", lanes_class)
         streams.streams_for.cache_clear()
         kept("transports").clear()
         with operators:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.bench.engines import KINDS, OPTIONS, STRATEGIES, TRANSPORTS, parse_engines
+from shardwise.bench.engines import KINDS, OPTIONS, STRATEGIES, parse_engines
 from shardwise.bench.workload import (
     WORKLOADS,
     DecoderWorkload,
@@ -25,6 +25,7 @@ from shardwise.bench.workload import (
     Workload,
     workload_named,
 )
+from shardwise.comm.choose import names
 from shardwise.errors import ConfigError
 from shardwise.train.options import CommandParser
 from shardwise.units import full_name
@@ -70,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     """All options, with their help."""
     engines = "\n".join(f"  {name:16}{kind.about}" for name, kind in KINDS.items())
     options = "\n".join(f"  {name:16}{text}" for name, text in OPTIONS.items())
-    strategies = f"  {'shardwise:':16}{', '.join((*TRANSPORTS, *STRATEGIES[:4]))}"
+    strategies = f"  {'shardwise:':16}{', '.join((*names(), *STRATEGIES[:4]))}"
     result = CommandParser(
         prog="shardwise bench",
         description=_ABOUT,

@@ -12,10 +12,10 @@ import difflib
 import importlib.util
 from dataclasses import dataclass
 
+from shardwise.comm.choose import names
 from shardwise.errors import ConfigError
 from shardwise.units import full_name
 
-TRANSPORTS = ("auto", "c10d", "shared_memory")
 STRATEGIES = (
     "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
     "hybrid_full_optimizer",
@@ -27,9 +27,14 @@ class Kind:
     """What stands before the first colon."""
 
     about: str
-    options: tuple[str, ...] = ()
+    own_options: tuple[str, ...] = ()
     package: str = "torch"  # what has to be importable
     install: str = ""  # what pip calls it; empty: it comes with torch or with us
+    takes_transports: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (*names(), *self.own_options) if self.takes_transports else self.own_options
 
     @property
     def is_installed(self) -> bool:
@@ -39,8 +44,9 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "shardwise": Kind(
         "this project",
-        (*TRANSPORTS, *STRATEGIES, "keep", "last", "in_backward", "compile"),
+        (*STRATEGIES, "keep", "last", "in_backward", "compile"),
         "shardwise",
+        takes_transports=True,
     ),
     "fsdp2": Kind("torch.distributed.fsdp.fully_shard", ("keep", "hold", "last", "compile")),
     "ddp": Kind("torch DistributedDataParallel; bf16 by autocast", ("last", "compile")),
@@ -118,7 +124,7 @@ def parse_engine(name: str) -> EngineSpec:
         if options[i] not in known:
             hint = nearest(option, known) if known else f"{kind} has no options"
             raise ConfigError(f"--engines: {name}: no option {option!r}; {hint}")
-    for group in (TRANSPORTS, STRATEGIES, ("1", "2", "3")):
+    for group in (names(), STRATEGIES, ("1", "2", "3")):
         if len(chosen := [o for o in options if o in group]) > 1:
             raise ConfigError(f"--engines: {name}: {' and '.join(chosen)} exclude each other")
     for variable in variables:

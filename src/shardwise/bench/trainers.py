@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.bench.engines import STRATEGIES, TRANSPORTS, EngineSpec
+from shardwise.bench.engines import STRATEGIES, EngineSpec
 from shardwise.bench.traffic import Traffic, count_collectives, count_ours
 from shardwise.bench.user import checked_loss
 from shardwise.bench.workload import Batch, Precision
+from shardwise.comm.choose import names
 from shardwise.engine.services.grouping import choose_units
 from shardwise.errors import ConfigError
 
@@ -221,7 +222,7 @@ def _shardwise(setup: Setup) -> Trainer:
         setup.model,
         mesh=_mesh_for(strategy),
         strategy=None if strategy == "full_shard" else strategy,
-        transport=spec.one_of(TRANSPORTS, "auto"),
+        transport=spec.one_of(names(), "auto"),
         mp_policy=policy,
         unit=list(setup.unit) if isinstance(setup.unit, tuple) else setup.unit,
         reshard_after_forward=False if "keep" in spec.options else None,

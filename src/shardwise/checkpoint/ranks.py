@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.board import AtWork, broadcast_object, gather_objects, wait_for
+from shardwise.comm.exchange import broadcast_object, gather_objects, gather_tensors
+from shardwise.comm.waits import AtWork
 from shardwise.errors import ShardwiseError
 
 _T = TypeVar("_T")
@@ -27,9 +28,6 @@ class Ranks:
         self._is_alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self._is_alone else dist.get_rank(group)
         self.world_size = 1 if self._is_alone else dist.get_world_size(group)
-        self._members: tuple[int, ...] = ()
-        if not self._is_alone:
-            self._members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
         self._cause: Exception | None = None
         # The error that every rank raises now, and the rank that should report it.
         self.agreed_error: Exception | None = None
@@ -76,11 +74,8 @@ class Ranks:
         own = torch.tensor(values, dtype=torch.float64)
         if self._is_alone:
             return own.unsqueeze(0)
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        work = dist.all_gather(rows, own, group=self.group, async_op=True)
-        if work is not None:  # bounded: a rank that hangs is found here too
-            wait_for(work, "numbers of the other ranks", ranks=self._members)
-        return torch.stack(rows)
+        # A rank that hangs is found here too.
+        return torch.stack(gather_tensors(own, self.group, "numbers of the other ranks"))
 
     def _exchange(self, own: tuple[Any, Exception | None]) -> list[Any]:
         if self._is_alone:

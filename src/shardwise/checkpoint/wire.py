@@ -20,7 +20,7 @@ from shardwise.checkpoint.files import CheckedFile, CheckedWriter, FileEntry
 from shardwise.checkpoint.placement import storage_bytes
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import PIECE_BYTES
-from shardwise.comm.board import Told
+from shardwise.comm.waits import Told
 from shardwise.errors import CheckpointError
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from shardwise.comm.choose import may_refuse
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
 from shardwise.train.config import (
@@ -90,12 +91,15 @@ def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:
         )
     else:
         unit = f"unit {shard.unit!r}: as asked for"
-    transport = {
-        "auto": "transport auto: shared memory where all ranks run on the CPU of one host and can "
-        "read each other's memory, else c10d (Gloo, NCCL)",
-        "c10d": "transport c10d: as asked for",
-        "shared_memory": "transport shared_memory: as asked for; an error where it cannot work",
-    }[shard.transport]
+    transport = f"transport {shard.transport}: "
+    if shard.transport == "auto":
+        transport += (
+            "shared memory where all ranks run on the CPU of one host and can read each other's "
+            "memory, else c10d (Gloo, NCCL)"
+        )
+    else:
+        transport += "as asked for"
+        transport += "; an error where it cannot work" if may_refuse(shard.transport) else ""
     strategy = resolved_strategy(loaded.config)
     source = "auto: by mesh.replicate" if shard.strategy == "auto" else "as asked for"
     limit = gather_limit(loaded.config)

@@ -3,7 +3,7 @@
 For planners, tests and dry runs: it needs no process group, so one process can play any rank of
 1,024. What this rank holds goes where it belongs, peers contribute zeros: a gather fills the own
 rows and zeroes the others, a reduction yields the own gradient times the scale. Every tensor of
-the engine has its real size; the staging buffers of other transports are not imitated.
+the engine has its real size.
 
 `record` lists, in order, what a transport with one collective per bucket issues; sizes are what
 one rank puts in, as in `UnitLayout.collectives`. An axis of size 1 leaves no entry.
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.c10d.staging import C10dBucket, PackedGrads, ReducePlan, ReduceStaging
+from shardwise.comm.transport import DONE, Axis, GradBuffer, Handle, Position, Transport
 from shardwise.layout import BucketLayout, ReduceLayout
 
 
@@ -28,26 +29,28 @@ class Recorded:
     size_bytes: int
 
 
-class FakeTransport:
+class FakeTransport(Transport[C10dBucket]):
     """Records instead of communicating; see the module's docstring."""
 
     name = "fake"
+    takes_bytes = True
+    has_peers = False
 
     def __init__(self, shard: Axis, replicate: Axis) -> None:
         self._shard = shard
         self._replicate = replicate
         self.record: list[Recorded] = []
 
-    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> C10dBucket:
         if layout.world != self._shard.size:
             raise ValueError(
                 f"{name}: the layout is for {layout.world} ranks, "
                 f"axis {self._shard.name!r} has {self._shard.size}"
             )
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
-        return Bucket(name, layout, self._shard, self._replicate, buffer)
+        return C10dBucket(name, layout, self._shard, self._replicate, buffer)
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+    def gather(self, bucket: C10dBucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         layout, rank = bucket.layout, bucket.shard.rank
         if bucket.shard.size == 1:
             if shard.data_ptr() != out.data_ptr():
@@ -65,20 +68,29 @@ class FakeTransport:
         return DONE
 
     def grad_buffer(
-        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+        self, bucket: C10dBucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
-        return OwnGrads(layout, bucket.shard.rank, out, pre_scale)
+        plan = ReducePlan.of(bucket, layout)
+        return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, None), pre_scale)
 
-    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
-        assert isinstance(grads, OwnGrads), f"{type(grads).__name__} is not of this transport"
-        grads.finish()
+    def reduce(
+        self, bucket: C10dBucket, grads: GradBuffer, out: torch.Tensor, scale: float
+    ) -> Handle:
+        assert isinstance(grads, PackedGrads), f"{type(grads).__name__} is not of this transport"
+        plan, staging = grads.plan, grads.finish()
+        if bucket.shard.size > 1:
+            if plan.padded:
+                out.copy_(plan.packing.chunk(staging.packed, bucket.shard.rank))
+            else:
+                plan.unpack_own(staging.packed, out)
+            staging.give_back()
+            if out.numel():
+                size_bytes = plan.layout.packed_numel * out.dtype.itemsize
+                self.record.append(Recorded("reduce", bucket.name, size_bytes))
         out.mul_(scale)
-        if bucket.shard.size > 1 and out.numel():
-            size_bytes = grads.layout.packed_numel * out.dtype.itemsize
-            self.record.append(Recorded("reduce", bucket.name, size_bytes))
         return DONE
 
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+    def all_reduce(self, bucket: C10dBucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size > 1 and out.numel():
             size_bytes = out.numel() * out.dtype.itemsize
             self.record.append(Recorded("all_reduce", bucket.name, size_bytes))
@@ -102,37 +114,3 @@ class FakeTransport:
 
     def close(self) -> None:
         """Nothing to give back; the record stays."""
-
-
-class OwnGrads:
-    """A GradBuffer that keeps this rank's rows only, in `out` itself."""
-
-    __slots__ = ("_arrived", "_offsets", "_out", "_pre_scale", "_rank", "layout")
-
-    def __init__(
-        self, layout: ReduceLayout, rank: int, out: torch.Tensor, pre_scale: float
-    ) -> None:
-        self.layout, self._rank, self._out, self._pre_scale = layout, rank, out, pre_scale
-        self._offsets = layout.offsets(rank)
-        self._arrived = [False] * len(layout.indices)
-        out.zero_()
-
-    def put(self, index: int, grad: torch.Tensor) -> None:
-        own = self.layout.params[index].rows_of(grad.detach(), self._rank)
-        at = self._offsets[index]
-        target = self._out[at : at + own.numel()].view(own.shape)
-        target.add_(own, alpha=self._pre_scale)
-        self._arrived[index] = True
-
-    @property
-    def had(self) -> tuple[bool, ...]:
-        return tuple(self._arrived)
-
-    def discard(self) -> None:
-        """`out` is the caller's."""
-
-    def finish(self) -> None:
-        for count, arrived in zip(
-            self._out[self.layout.counts_offset :], self._arrived, strict=True
-        ):
-            count.fill_(float(arrived))

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from shardwise.comm.transport import Position, Transport, abandon_all, phases_of
+from shardwise.comm.transport import Position, Transport, abandon_all
 
 _WIRES: weakref.WeakKeyDictionary[object, Wire] = weakref.WeakKeyDictionary()
 
@@ -31,9 +31,9 @@ class Wire:
     @classmethod
     def of(cls, transport: Transport) -> Wire:
         """The wire of a transport; units of all models on one mesh meet here."""
-        wire = _WIRES.get(phases_of(transport))
+        wire = _WIRES.get(transport.phases)
         if wire is None:
-            wire = _WIRES[phases_of(transport)] = cls(transport)
+            wire = _WIRES[transport.phases] = cls(transport)
         elif wire._transport() is None:
             wire._transport = weakref.ref(transport)
         return wire

@@ -18,7 +18,7 @@ compute stream has queued, so the block is never overwritten while a kernel stil
 What a stream reads or writes that another one has allocated, and that may be dropped before both
 have met again, is named by `used_here`: its memory is not reused before this stream has passed.
 
-On CPU every method does nothing. `RecordingStreams` notes the calls instead, for golden tests.
+On CPU every method does nothing.
 """
 
 from __future__ import annotations
@@ -107,33 +107,6 @@ class DeviceStreams:
     def used_here(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == self._device.type:  # shards on the host are not the allocator's
             tensor.record_stream(self._module.current_stream(self._device))
-
-
-class RecordingStreams:
-    """Writes down what would be ordered: `fork gather`, `join gather`, `event gather`, `wait
-    gather`.
-    """
-
-    is_async = True
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    @contextlib.contextmanager
-    def lane(self, name: str) -> Iterator[None]:
-        self.calls.append(f"fork {name}")
-        yield
-        self.calls.append(f"join {name}")
-
-    def record(self, name: str) -> Any:
-        self.calls.append(f"event {name}")
-        return name
-
-    def wait(self, event: Any) -> None:
-        self.calls.append(f"wait {event}")
-
-    def used_here(self, tensor: torch.Tensor) -> None:
-        return None
 
 
 # How the streams of a device are made, by its type; another one is `DeviceStreams`.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,7 @@ def how_to_differ(position: Position | None) -> str:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Bucket:
-    """A bucket layout bound to a transport: name, flat shard buffer, the transport's own state.
+    """A bucket layout bound to a transport, which keeps what it needs in a subclass of its own.
 
     `buffer` has `layout.chunk_numel` elements of `layout.dtype`; this rank's parts lie at
     `layout.shard_offsets(rank)`.
@@ -87,8 +87,23 @@ class Bucket:
     shard: Axis
     replicate: Axis
     buffer: torch.Tensor
-    private: dict[str, Any] = field(default_factory=dict)
     streams: Streams = NO_STREAMS  # of the device that computes; the buffer may lie on the host
+    number: int = 0  # tells those of one transport apart, the same on all ranks
+    follows: bool = False  # its reductions follow those of another bucket: none is missed alone
+
+    def use_collective(self, kind: str, comm: Any) -> None:
+        """Move it with the user's own "all_gather" or "reduce_scatter" from now on."""
+        raise NotImplementedError(f"{self.name}: its transport takes no collectives of users")
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A reduction that peers have and this rank has not: of which bucket, about which of its
+    parameters; None: about those that this rank trains.
+    """
+
+    bucket: Bucket
+    indices: tuple[int, ...] | None = None
 
 
 class Handle(Protocol):
@@ -129,29 +144,40 @@ class GradBuffer(Protocol):
         ...
 
 
+B = TypeVar("B", bound=Bucket)
+
+
 @runtime_checkable
-class Transport(Protocol):
-    """What the engine asks of a transport.
+class Transport(Protocol[B]):
+    """What the engine asks of a transport, whose buckets are of its own type.
 
     `out` of `gather` is flat, `layout.full_numel` elements of `gather_dtype`; `out` of `reduce` is
     flat, `ReduceLayout.chunk_numel` elements of `reduce_dtype`, with the counts at its end.
+
+    Behaviour goes by capabilities, never by a name. An object without them, or without the methods
+    that have a body here, gets these (`ordered.Guarded`).
     """
 
     name: str
+    is_ordered: bool = True  # all ranks issue the same in the same order; else see `missing`
+    reads_at_any_time: bool = False  # peers read a shard without its owner's doing
+    takes_custom_collectives: bool = False  # its buckets have `use_collective`
+    sums_in_tree: bool = False  # it has the methods of `TreeTransport`
+    takes_bytes: bool = False  # it gathers what is not in the bucket's buffer, of any dtype
+    has_peers: bool = True  # ranks meet in it
+    checks_order: bool = False  # ... and it tells by itself when they issue different collectives
 
-    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket: ...
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> B: ...
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle: ...
+    def gather(self, bucket: B, shard: torch.Tensor, out: torch.Tensor) -> Handle: ...
 
     def grad_buffer(
-        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+        self, bucket: B, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer: ...
 
-    def reduce(
-        self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float
-    ) -> Handle: ...
+    def reduce(self, bucket: B, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle: ...
 
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle: ...
+    def all_reduce(self, bucket: B, out: torch.Tensor) -> Handle: ...
 
     def enter(self, position: Position) -> None: ...
 
@@ -163,40 +189,32 @@ class Transport(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def phases(self) -> object:
+        """What `enter` and `leave` are about: transports of one set of ranks may share it."""
+        return self
 
-@runtime_checkable
-class Unordered(Protocol):
-    """What a transport adds whose reductions have no order: each rank reduces in its own.
+    def give_up(self) -> None:
+        """Tell peers that `abandon` follows, without waiting for them."""
+        return None
 
-    A rank may then leave out units that others reduce, and has to learn of them. At the end of a
-    backward, before it waits for any reduction and before `leave`:
+    def missing(self, position: Position) -> list[Missing]:
+        """What peers reduce in this phase and this rank has not, in an order of all ranks.
 
-        while buckets := missing_of(transport, position):
-            reduce each of them with a GradBuffer that nothing was put into (and all_reduce it)
+        Where reductions have no order, each rank reduces in its own, may leave out units that
+        others reduce, and has to learn of them. At the end of a backward, before it waits for any
+        reduction and before `leave`:
 
-    Earlier in the backward no reduction may be waited for, unless its handle is `done`: a peer may
-    get to know only at its own end that it has to take part. What is in flight is bounded by the
-    transport, not by the engine: `reduce` and `put` complete others' reductions while they wait.
-    """
-
-    def missing(self, position: Position) -> list[Bucket]:
-        """Buckets that peers reduce in this phase and this rank has not, in an order of all ranks.
+            while missing := transport.missing(position):
+                reduce each bucket with a GradBuffer that nothing was put into (and all_reduce it)
 
         Returns as soon as it knows some; nothing once all ranks have called it and none is left.
+        Earlier in the backward no reduction may be waited for, unless its handle is `done`: a peer
+        may get to know only at its own end that it has to take part. What is in flight is bounded
+        by the transport, not by the engine: `reduce` and `put` complete others' reductions while
+        they wait.
         """
-        ...
-
-
-def is_unordered(transport: Transport) -> TypeGuard[Unordered]:
-    """The same as `isinstance`, which takes 100 times as long and is asked for each unit."""
-    return hasattr(transport, "missing")
-
-
-def phases_of(transport: Transport) -> object:
-    """What its `enter` and `leave` are about: the transport, unless several of one set of ranks
-    share their phases (`phases`).
-    """
-    return getattr(transport, "phases", transport)
+        return []
 
 
 def abandon_all(transports: Iterable[Transport]) -> None:
@@ -205,12 +223,6 @@ def abandon_all(transports: Iterable[Transport]) -> None:
     """
     transports = list(transports)
     for transport in transports:
-        if hasattr(transport, "give_up"):
-            transport.give_up()
+        transport.give_up()
     for transport in transports:
         transport.abandon()
-
-
-def missing_of(transport: Transport, position: Position) -> list[Bucket]:
-    """What `transport` is missing; nothing where all ranks issue in the same order anyway."""
-    return transport.missing(position) if is_unordered(transport) else []

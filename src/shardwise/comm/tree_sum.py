@@ -14,22 +14,21 @@ Both move exactly what a reduce-scatter and an all-reduce would move; only the a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from shardwise.comm.transport import Bucket, GradBuffer, Handle
+from shardwise.comm.transport import GradBuffer, Handle
 from shardwise.layout import ReduceLayout
 from shardwise.layout.tree import Forest, Holdings, Node, fold
 
 
-@runtime_checkable
 class TreeTransport(Protocol):
-    """A transport that can sum in tree order."""
+    """What a transport has besides that can sum in tree order (`sums_in_tree`)."""
 
     def collect(
         self,
-        bucket: Bucket,
+        bucket: Any,
         grads: GradBuffer,
         out: torch.Tensor,
         tree: TreeSum,
@@ -41,9 +40,14 @@ class TreeTransport(Protocol):
         """
         ...
 
-    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
+    def complete(self, bucket: Any, tree: TreeSum) -> Handle:
         """Sum over the replicas; when waited for, `tree.result` is the total on all of them."""
         ...
+
+
+def sums_in_tree(transport: object) -> TypeGuard[TreeTransport]:
+    """Whether a transport can."""
+    return getattr(transport, "sums_in_tree", False)
 
 
 class Part:

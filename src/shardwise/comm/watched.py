@@ -10,26 +10,41 @@ What holds on c10d holds in a watched phase: all ranks must run the same units i
 
 from __future__ import annotations
 
-import torch
+import weakref
+from collections.abc import Callable
+from typing import Any
 
-from shardwise.comm.c10d.staging import PackedGrads
+from shardwise.comm.c10d.staging import C10dBucket
 from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
-from shardwise.comm.transport import Bucket, GradBuffer, Handle, Position
-from shardwise.comm.tree_sum import TreeSum
+from shardwise.comm.shared_memory.gather import SharedBucket
+from shardwise.comm.transport import Axis, Position
 from shardwise.comm.watch import is_watched
-from shardwise.layout import BucketLayout, ReduceLayout
+
+
+def _either_way(method: str, axis: str = "") -> Callable[..., Any]:
+    """A method of both transports; what moves over an axis of one rank is nobody's to see."""
+    shared = getattr(SharedMemoryTransport, method)
+
+    def move(self: WatchedTransport, bucket: SharedBucket, *args: Any) -> Any:
+        is_moved = not axis or getattr(bucket, axis).size > 1
+        beside = self._visible(bucket) if is_moved else None
+        if beside is None:
+            return shared(self, bucket, *args)
+        return getattr(self._c10d, method)(beside, *args)
+
+    return move
 
 
 class WatchedTransport(SharedMemoryTransport):
     """See the module docstring."""
 
-    _c10d: C10dTransport | None = None
-
-    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
-        bucket = super().attach(name, layout, device)
-        bucket.private["number"] = bucket.private["shards"].key  # c10d tells buckets apart by it
-        return bucket
+    def __init__(self, shard: Axis, replicate: Axis, mesh: tuple[Axis, Axis] | None = None) -> None:
+        super().__init__(shard, replicate, mesh)
+        self._c10d = C10dTransport(shard, replicate)
+        # Over the same buffers; numbered by their place in the domain.
+        self._beside: weakref.WeakKeyDictionary[SharedBucket, C10dBucket]
+        self._beside = weakref.WeakKeyDictionary()
 
     def enter(self, position: Position) -> None:
         self._domain.enter(position, is_watched=is_watched())
@@ -45,57 +60,23 @@ class WatchedTransport(SharedMemoryTransport):
                 c10d.abandon()
         super().give_up()
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
-        c10d = self._visible() if bucket.layout.world > 1 else None
-        if c10d is not None:
-            return c10d.gather(bucket, shard, out)
-        return super().gather(bucket, shard, out)
+    gather = _either_way("gather", "shard")
+    grad_buffer = _either_way("grad_buffer")
+    reduce = _either_way("reduce")
+    collect = _either_way("collect")
+    all_reduce = _either_way("all_reduce", "replicate")
+    complete = _either_way("complete", "replicate")
 
-    def grad_buffer(
-        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
-    ) -> GradBuffer:
-        c10d = self._visible()
-        if c10d is not None:
-            return c10d.grad_buffer(bucket, layout, out, pre_scale)
-        return super().grad_buffer(bucket, layout, out, pre_scale)
-
-    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
-        if isinstance(grads, PackedGrads):
-            assert self._c10d is not None, "it has made the buffer"
-            return self._c10d.reduce(bucket, grads, out, scale)
-        return super().reduce(bucket, grads, out, scale)
-
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
-        c10d = self._visible() if bucket.replicate.size > 1 else None
-        if c10d is not None:
-            return c10d.all_reduce(bucket, out)
-        return super().all_reduce(bucket, out)
-
-    def collect(
-        self,
-        bucket: Bucket,
-        grads: GradBuffer,
-        out: torch.Tensor,
-        tree: TreeSum,
-        leaves: tuple[int | None, ...],
-    ) -> Handle:
-        if isinstance(grads, PackedGrads):
-            assert self._c10d is not None, "it has made the buffer"
-            return self._c10d.collect(bucket, grads, out, tree, leaves)
-        return super().collect(bucket, grads, out, tree, leaves)
-
-    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
-        c10d = self._visible() if bucket.replicate.size > 1 else None
-        return super().complete(bucket, tree) if c10d is None else c10d.complete(bucket, tree)
-
-    def _visible(self) -> C10dTransport | None:
-        """The way over process groups in a phase in which any rank is watched, else None."""
+    def _visible(self, bucket: SharedBucket) -> C10dBucket | None:
+        """What moves over process groups in a phase in which any rank is watched, else None."""
         self._domain.entry_fence()
         if not self._domain.is_watched:
             return None
-        if self._c10d is None:
-            self._c10d = C10dTransport(self._shard, self._replicate)
         if self._c10d not in self._domain.over_groups:
             self._domain.over_groups.append(self._c10d)
             self._c10d.enter(self._domain.position)
-        return self._c10d
+        known = self._beside.get(bucket)
+        if known is None:
+            same = (bucket.name, bucket.layout, bucket.shard, bucket.replicate, bucket.buffer)
+            known = self._beside[bucket] = C10dBucket(*same, number=bucket.key)
+        return known

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.doctor.plan import STRATEGIES, TRANSPORTS, Plan, Row
+from shardwise.comm.choose import BY_CHOICE, names
+from shardwise.doctor.plan import STRATEGIES, Plan, Row
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
 from shardwise.train.options import CommandParser
@@ -40,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
     add("config", nargs="?", metavar="CONFIG.toml", help="a configuration of shardwise train")
     add("--ranks", default="1,2,4", metavar="N,N", help="numbers of ranks (1,2,4)")
     add("--strategies", default=",".join(STRATEGIES), metavar="S,S", help="(all)")
-    add("--transports", default=",".join(TRANSPORTS), metavar="T,T", help="(all)")
+    add(
+        "--transports", default=",".join(BY_CHOICE), metavar="T,T", help=f"({', '.join(BY_CHOICE)})"
+    )
     add("--steps", default="4", metavar="N", help="compared steps of each run, at least 2 (4)")
     add("--timed-steps", default="3", metavar="N", help="timed steps of each run (3)")
     add("--json", action="store_true", help="one JSON object on stdout instead of the table")
@@ -71,7 +74,7 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
         loaded=load_config(args.config),
         ranks=tuple(sorted({1, *ranks})),
         strategies=_chosen("--strategies", args.strategies, STRATEGIES),
-        transports=_chosen("--transports", args.transports, TRANSPORTS),
+        transports=_chosen("--transports", args.transports, names()),
         num_steps=_count("--steps", args.steps, 2),
         folder=folder,
     )

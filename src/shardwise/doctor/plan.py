@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from shardwise.train.config import Config, DecoderConfig, StrategyName, is_factory
 from shardwise.train.config_file import LoadedConfig
 
-TransportName = Literal["auto", "c10d", "shared_memory"]
 STRATEGIES: tuple[StrategyName, ...] = (
     "full_shard",
     "shard_grad_op",
@@ -24,7 +22,6 @@ STRATEGIES: tuple[StrategyName, ...] = (
     "no_shard",
     "hybrid_shard",
 )
-TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "c10d")
 _MICRO_BATCH = 4
 _REPLICAS = 2
 
@@ -35,7 +32,7 @@ class Variant:
 
     num_ranks: int
     strategy: StrategyName = "full_shard"
-    transport: TransportName = "auto"
+    transport: str = "auto"
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
@@ -49,7 +46,7 @@ class Plan:
     loaded: LoadedConfig
     ranks: tuple[int, ...]
     strategies: tuple[StrategyName, ...]
-    transports: tuple[TransportName, ...]
+    transports: tuple[str, ...]
     num_steps: int
     folder: Path
     is_exact: bool = True

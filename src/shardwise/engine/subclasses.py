@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_copy, local_of, plain_alias, set_versions
-from shardwise.comm.board import gather_objects
+from shardwise.comm.exchange import gather_objects
 from shardwise.comm.transport import Bucket, Handle
 from shardwise.engine.core.bucket import BucketState, checked_local
 from shardwise.engine.core.parameter import ShardedParam
@@ -162,7 +162,7 @@ class _Gathering:
 class ExtensionBucket(BucketState):
     """See the module docstring."""
 
-    transports = ("c10d", "fake")
+    needs = ("takes_bytes",)
     regroups = False  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
@@ -253,9 +253,8 @@ class ExtensionBucket(BucketState):
             for storage, size_bytes in self._storages:
                 storage.resize_(size_bytes)
             shard, arrived = self._payload.send(inputs)
-            self._payload.bucket.private.update(
-                {k: v for k, v in self.bucket.private.items() if k == "all_gather"}
-            )
+            if (comm := self.unit().custom_comms.get("all_gather")) is not None:
+                self._payload.bucket.use_collective("all_gather", comm)
             handle = self.transport.gather(self._payload.bucket, shard, arrived)
             return _Gathering(self, handle, arrived, inputs)
 
@@ -273,7 +272,7 @@ class ExtensionBucket(BucketState):
         except Exception as error:  # noqa: BLE001 - peers wait: tell them first
             failed, found = error, f"{type(error).__name__}: {error}"
         everybody: list[Any] = [found]
-        if self.mesh.shard.size > 1 and self.transport.name != "fake":
+        if self.mesh.shard.size > 1 and self.transport.has_peers:
             group = self.mesh.shard.group
             everybody = gather_objects(found, group, "inputs of extension gathers")
         if failed is not None:

@@ -164,11 +164,6 @@ class Schedule:
     def height(self) -> int:
         return height(self.num_micro_batches)
 
-    @property
-    def num_spare(self) -> int:
-        """Passes of a step that are not counted, over all ranks."""
-        return self.num_rounds * self.replicas * self.shards - self.num_micro_batches
-
 
 def canonical_sum(values: Iterable[T], add: Callable[[T, T], T]) -> T:
     """The sum of all leaves in tree order: what every schedule must come to."""

@@ -12,6 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from shardwise.comm.choose import names, unknown_transport
 from shardwise.units import full_name, parse_size
 
 DType = Literal["float32", "bfloat16"]
@@ -130,8 +131,8 @@ class ShardConfig:
     """auto: full_shard (hybrid_shard if mesh.replicate > 1). Or zero1-3, fsdp, ddp, hsdp, hfsdp."""
     unit: str | int | tuple[str, ...] = "auto"
     """What is gathered together: auto, class names or name patterns, or a size in bytes."""
-    transport: Literal["auto", "c10d", "shared_memory"] = "auto"
-    """How shards move between ranks."""
+    transport: str = "auto"
+    """How shards move between ranks: auto, c10d, shared_memory, or one that was registered."""
     param_dtype: DType = "float32"
     """What forward and backward compute in; master weights stay float32. Or bf16, fp32."""
     reduce_dtype: DType = "float32"
@@ -322,6 +323,8 @@ def _memory_problems(config: Config) -> list[tuple[str, str]]:
     if limit is None or limit < 0:
         text = f"{config.shard.gather_limit!r} is no size; write bytes, or for example 256MiB"
         found.append(("shard.gather_limit", text))
+    if config.shard.transport not in names():
+        found.append(("shard.transport", unknown_transport(config.shard.transport)))
     for entry in config.shard.overrides:
         try:
             parse_override(entry)
@@ -351,8 +354,8 @@ def parse_override(entry: str) -> tuple[str, dict[str, str]]:
     known = get_args(StrategyName)[1:]
     if strategy and strategy not in known:
         raise ValueError(f"{entry!r}: unknown strategy; choose one of {', '.join(known)}")
-    if transport not in ("", "auto", "c10d", "shared_memory"):
-        raise ValueError(f"{entry!r}: unknown transport; choose c10d, shared_memory or auto")
+    if transport and transport not in names():
+        raise ValueError(f"{entry!r}: unknown transport; choose one of {', '.join(names())}")
     chosen = {"strategy": strategy, "transport": transport}
     return pattern, {key: text for key, text in chosen.items() if text}
 

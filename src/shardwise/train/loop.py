@@ -19,14 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise import check_finite, clip_grad_norm_, no_sync
 from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.memory import MemoryCopies
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.comm.board import all_reduce
+from shardwise.comm.exchange import sum_over
 from shardwise.engine.reproducible.run import ReproducibleRun
 from shardwise.errors import ConfigError, NonFiniteError, TrainingError
 from shardwise.layout import strategy_named
@@ -307,7 +306,7 @@ def _average(buffers: list[Tensor], world_size: int) -> None:
     if not buffers or world_size == 1:
         return
     flat = torch.cat([b.flatten().float() for b in buffers])
-    all_reduce(flat, dist.ReduceOp.SUM, None, "all_reduce of running statistics")
+    sum_over(flat, [None], "all_reduce of running statistics")
     flat /= world_size
     for buffer, mean in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
         buffer.copy_(mean.view_as(buffer))

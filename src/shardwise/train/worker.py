@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.comm.board import Told
 from shardwise.comm.limits import wait_limit_s, warn_after_s
+from shardwise.comm.waits import Told
 from shardwise.errors import (
     ConfigError,
     ShardwiseError,

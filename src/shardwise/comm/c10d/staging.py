@@ -4,11 +4,11 @@
     ReducePlan     gradients -> rank-major buffer (copy-in), padding, counts
     PackedGrads    a GradBuffer over one rank-major staging buffer
 
-For transports that move one rank-major buffer per bucket. Plans live in `bucket.private` and hold
-numbers only. The buffers (`GatherStaging`, `ReduceStaging`) live there too: their storage is empty
-between uses, so they cost no memory then, and the allocator is what keeps its pages warm; but the
-views that are copied from and to are made once, because making them would take longer than copying
-small parameters does. A buffer that is still in use is left alone and another one takes its place.
+For transports that move one rank-major buffer per bucket. The bucket keeps the plans, which hold
+numbers only, and the buffers (`GatherStaging`, `ReduceStaging`): their storage is empty between
+uses, so they cost no memory then, and the allocator is what keeps its pages warm; but the views
+that are copied from and to are made once, because making them would take longer than copying small
+parameters does. A buffer that is still in use is left alone and another one takes its place.
 
 Gradients of up to `BATCHED_BYTES` are held as they arrive and copied together, by one call.
 """
@@ -35,6 +35,24 @@ BATCHED_BYTES = 2**18  # of gradients that are held until they are copied togeth
 _dtype = attrgetter("dtype")
 _is_contiguous = torch.Tensor.is_contiguous
 
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class C10dBucket(Bucket):
+    """A bucket with its plans, the buffers that are used again, and the user's own collectives."""
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    gather_plan: GatherPlan | None = None
+    gather_staging: GatherStaging | None = None
+    gathered_to: weakref.ref[torch.Tensor] | None = None
+    reduce_plan: ReducePlan | None = None
+    reduce_staging: ReduceStaging | None = None
+
+    def use_collective(self, kind: str, comm: Any) -> None:
+        assert kind in ("all_gather", "reduce_scatter"), kind
+        setattr(self, kind, comm)
+
+
 # Arguments of as_strided: a matrix with one row per rank.
 Rows = tuple[tuple[int, int], tuple[int, int], int]
 
@@ -49,9 +67,9 @@ class GatherPlan:
     moves: tuple[tuple[Move, int], ...]  # and the parameter's offset in the gathered buffer
 
     @classmethod
-    def of(cls, bucket: Bucket) -> GatherPlan:
+    def of(cls, bucket: C10dBucket) -> GatherPlan:
         """The bucket's plan, made at its first gather."""
-        plan = bucket.private.get("gather_plan")
+        plan = bucket.gather_plan
         if plan is None:
             layout = bucket.layout
             padded = layout.sends_padded
@@ -61,7 +79,7 @@ class GatherPlan:
                 for of_param in packing.moves
                 for m in of_param
             )
-            plan = bucket.private["gather_plan"] = cls(packing, padded, layout.is_rank_major, moves)
+            plan = bucket.gather_plan = cls(packing, padded, layout.is_rank_major, moves)
         return plan
 
 
@@ -83,22 +101,22 @@ class GatherStaging:
 
     @classmethod
     def take(
-        cls, bucket: Bucket, plan: GatherPlan, out: torch.Tensor, custom: Any
+        cls, bucket: C10dBucket, plan: GatherPlan, out: torch.Tensor, custom: Any
     ) -> GatherStaging:
         """The bucket's own buffer, unless it is in use or the user's collective allocates. It is
         kept from the second gather into the same `out` on: views would keep one alive that is not.
         """
-        known: GatherStaging | None = bucket.private.get("gather_staging")
+        known = bucket.gather_staging
         if known is not None and known.is_free and known._out is out and custom is None:
             known.is_free = False
             known._pages.fill()
             return known
         packed, pages = _allocate(custom, plan.packing.numel, out)
         made = cls(plan, packed, out, bucket.shard.rank, pages)
-        before: weakref.ref[torch.Tensor] | None = bucket.private.get("gathered_to")
+        before = bucket.gathered_to
         if custom is None and before is not None and before() is out:
-            bucket.private["gather_staging"] = made
-        bucket.private["gathered_to"] = weakref.ref(out)
+            bucket.gather_staging = made
+        bucket.gathered_to = weakref.ref(out)
         return made
 
     def unpack(self) -> None:
@@ -154,11 +172,11 @@ class ReducePlan:
     ]  # this rank's chunk: start, elements of data; where counts belong in `out`
 
     @classmethod
-    def of(cls, bucket: Bucket, layout: ReduceLayout) -> ReducePlan:
+    def of(cls, bucket: C10dBucket, layout: ReduceLayout) -> ReducePlan:
         """The plan of the bucket's latest reduce layout; another trainable part makes a new one."""
-        plan = bucket.private.get("reduce_plan")
+        plan = bucket.reduce_plan
         if plan is None or plan.layout.indices != layout.indices:
-            plan = bucket.private["reduce_plan"] = cls._make(layout, bucket.shard.rank)
+            plan = bucket.reduce_plan = cls._make(layout, bucket.shard.rank)
         return plan
 
     @classmethod
@@ -224,19 +242,19 @@ class ReduceStaging:
 
     @classmethod
     def take(
-        cls, bucket: Bucket, plan: ReducePlan, out: torch.Tensor, custom: Any
+        cls, bucket: C10dBucket, plan: ReducePlan, out: torch.Tensor, custom: Any
     ) -> ReduceStaging:
         """The bucket's own buffer, unless it is in use or the user's collective allocates."""
         if bucket.shard.size == 1:
             return cls(plan, out, Pages(None), bucket.streams)  # the result itself
-        known: ReduceStaging | None = bucket.private.get("reduce_staging")
+        known = bucket.reduce_staging
         if known is not None and known.is_free and known.plan is plan and custom is None:
             known.is_free = False
             known.pages.fill()
             return known
         made = cls(plan, *_allocate(custom, plan.packing.numel, out), bucket.streams)
         if custom is None:
-            bucket.private["reduce_staging"] = made
+            bucket.reduce_staging = made
         return made
 
     def give_back(self) -> None:

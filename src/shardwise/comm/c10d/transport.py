@@ -23,7 +23,6 @@ keeps it until `wait` has returned. (tests/races holds all of it.)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -32,62 +31,46 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER, backend_name
-from shardwise.comm.board import ended_ranks
 from shardwise.comm.c10d import tree as tree_sums
-from shardwise.comm.c10d.order import OrderCheck
 from shardwise.comm.c10d.staging import (
+    C10dBucket,
     GatherPlan,
     GatherStaging,
     PackedGrads,
     ReducePlan,
     ReduceStaging,
 )
-from shardwise.comm.streams import streams_for
-from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.ordered import Issued, Ordered
+from shardwise.comm.transport import DONE, Axis, GradBuffer, Handle
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.comm.watch import ORIGINALS, is_watched
-from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
 # Every backend moves these; others are gathered as bytes (Gloo has no float8 or int16, NCCL no
 # int16).
 _WIRE_DTYPES = frozenset(
     (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int32,
-        torch.int64,
-        torch.uint8,
-        torch.int8,
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int32, torch.int64, torch.uint8, torch.int8),
     )
 )
-
-
 CPU = torch.device("cpu")
 _OF_SHARDS = frozenset(("all_gather", "broadcast"))  # collectives that move whole buckets
 _ABSENT = object()  # is no function's original
 
 
-class C10dTransport:
+class C10dTransport(Ordered[C10dBucket]):
     """Moves buckets with the process groups of its two axes; see the module's docstring."""
 
     name = "c10d"
+    takes_custom_collectives = sums_in_tree = takes_bytes = True
 
     def __init__(self, shard: Axis, replicate: Axis, device: torch.device = CPU) -> None:
-        """`device`: the one that computes. Buffers may lie on the host all the same."""
-        self._device = device
-        self._streams = streams_for(device)
-        self._shard = shard
-        self._replicate = replicate
-        self._position: Position | None = None
+        super().__init__(shard, replicate, device)
         self._num_attached = 0
         self._sums_by_gloo: bool | None = None  # asked at the first reduction
-        checks = (OrderCheck.of(axis) for axis in (shard, replicate))
-        self._checks = [check for check in checks if check is not None]
 
-    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> C10dBucket:
         if layout.world != self._shard.size:
             raise ValueError(
                 f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has "
@@ -97,10 +80,10 @@ class C10dTransport:
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1
-        private = {"number": self._num_attached}
-        return Bucket(name, layout, self._shard, self._replicate, buffer, private, self._streams)
+        axes = (self._shard, self._replicate)
+        return C10dBucket(name, layout, *axes, buffer, self._streams, self._num_attached)
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+    def gather(self, bucket: C10dBucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         """`shard` may have the stored or the gather dtype and lie on the host; `out` decides."""
         if bucket.shard.size == 1:
             if shard.data_ptr() != out.data_ptr():
@@ -111,7 +94,7 @@ class C10dTransport:
         if self._streams.is_async:
             self._streams.used_here(shard)  # whose owner may go while the lane still reads
         plan = GatherPlan.of(bucket)
-        custom = bucket.private.get("all_gather")
+        custom = bucket.all_gather
         staging = None if plan.in_place else GatherStaging.take(bucket, plan, out, custom)
         packed = out if staging is None else staging.packed
         if shard.dtype != out.dtype or shard.device != out.device or not plan.padded:
@@ -119,20 +102,24 @@ class C10dTransport:
             own.copy_(shard[: own.numel()], non_blocking=True)
             shard = own
         if plan.padded:
-            call = _all_gather if custom is None else custom_all_gather(custom)
+            call = _all_gather if custom is None else _users("all_gather", custom)
             works = [self._issue(bucket, call, packed, shard, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _broadcast, plan.packing, packed)
-        return _Gather(self, bucket, works, shard, staging)
+        # The collective reads the shard until then.
+        unpack = None if staging is None else staging.unpack
+        return Issued(self, bucket, works, "gather", unpack, shard)
 
     def grad_buffer(
-        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+        self, bucket: C10dBucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
         plan = ReducePlan.of(bucket, layout)
-        custom = bucket.private.get("reduce_scatter")
+        custom = bucket.reduce_scatter
         return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, custom), pre_scale)
 
-    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
+    def reduce(
+        self, bucket: C10dBucket, grads: GradBuffer, out: torch.Tensor, scale: float
+    ) -> Handle:
         assert isinstance(grads, PackedGrads), (
             f"{type(grads).__name__} was made by another transport"
         )
@@ -145,53 +132,47 @@ class C10dTransport:
             return DONE
         in_place = False
         if plan.padded:
-            custom = bucket.private.get("reduce_scatter")
-            call = _reduce_scatter if custom is None else custom_reduce_scatter(custom)
+            custom = bucket.reduce_scatter
+            call = (
+                _reduce_scatter
+                if custom is None
+                else _users("reduce_scatter", custom, op=dist.ReduceOp.SUM)
+            )
             in_place = custom is None and self._scatters_by_all_reduce(packed)
             call = _reduce_in_place if in_place else call
             works = [self._issue(bucket, call, out, packed, bucket.shard.group)]
         else:
             works = self._per_owner(bucket, _reduce, plan.packing, packed)
-        return _Reduce(self, bucket, works, staging, out, scale, in_place)
 
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+        def finish() -> None:
+            if not plan.padded:
+                plan.unpack_own(packed, out)
+            elif in_place:  # the sum is in the packed gradients
+                out.copy_(plan.packing.chunk(packed, bucket.shard.rank))
+            staging.give_back()
+            _scale(out, scale)
+
+        return Issued(self, bucket, works, "reduce", finish)
+
+    def all_reduce(self, bucket: C10dBucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
             return DONE
         works = [self._issue(bucket, _all_reduce, out, bucket.replicate.group)]
-        return _Issued(self, bucket, works, "all_reduce")
+        return Issued(self, bucket, works, "all_reduce")
 
     def collect(
         self,
-        bucket: Bucket,
+        bucket: C10dBucket,
         grads: GradBuffer,
         out: torch.Tensor,
         tree: TreeSum,
         leaves: tuple[int | None, ...],
     ) -> Handle:
         assert isinstance(grads, PackedGrads), f"{type(grads).__name__} is another transport's"
-        return tree_sums.collect(self._issue, self._handle, bucket, grads, out, tree, leaves)
+        return tree_sums.collect(self, self._issue, bucket, grads, out, tree, leaves)
 
-    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
-        return tree_sums.complete(self._issue, self._handle, bucket, tree)
-
-    def enter(self, position: Position) -> None:
-        self._position = position
-        for check in self._checks:
-            check.begin_phase(position)
-
-    def leave(self, position: Position) -> None:
-        self._position = position
-        for check in self._checks:
-            check.end_phase(position)
-
-    def abandon(self) -> None:
-        """Collectives in flight end by themselves: their works hold the buffers."""
-        error = sys.exc_info()[1]
-        reason = (
-            "an exception; read its log" if error is None else f"{type(error).__name__}: {error}"
-        )
-        for check in self._checks:
-            check.abandon(reason[:2000])
+    def complete(self, bucket: C10dBucket, tree: TreeSum) -> Handle:
+        return tree_sums.complete(self, self._issue, bucket, tree)
 
     def agree(self, flags: list[bool]) -> list[bool]:
         """One small MAX all-reduce per axis with peers. The host waits: it steers by the answer."""
@@ -209,23 +190,6 @@ class C10dTransport:
     def close(self) -> None:
         """Nothing to give back: process groups belong to the mesh."""
 
-    def wait_for(self, work: Any, what: str) -> None:
-        """Wait on the host where that is what the backend does anyway, and watch the time."""
-        if self._checks and not self._streams.is_async:
-            self._checks[-1 if what.startswith("all_reduce") else 0].wait(work, what)
-        else:
-            work.wait()
-
-    def failure(self, what: str, error: Exception) -> TransportError:
-        """The error of a collective, with where this rank stood."""
-        at = self._position
-        where = f"step {at.step}, {at.phase}, unit {at.unit}" if at else "outside of a step"
-        own = self._shard.ranks[self._shard.rank]
-        ranks = {rank for axis in (self._shard, self._replicate) for rank in axis.ranks}
-        return TransportError(
-            f"c10d: {what} failed on rank {own} ({where}): {error}\n{ended_ranks(sorted(ranks))}"
-        )
-
     def _scatters_by_all_reduce(self, packed: torch.Tensor) -> bool:
         """Gloo reduce-scatters by all-reducing a clone: sum in `packed` itself, to the same bits.
         Tools that watch, and the check of the DETAIL debug level, see what was meant.
@@ -235,23 +199,18 @@ class C10dTransport:
             self._sums_by_gloo = is_gloo and dist.get_debug_level() != dist.DebugLevel.DETAIL
         return self._sums_by_gloo and not is_watched()
 
-    def _handle(
-        self, what: str, bucket: Bucket, works: list[Any], finish: Callable[[], None]
-    ) -> Handle:
-        return _Finished(self, bucket, works, what, finish)
-
-    def _issue(self, bucket: Bucket, call: Callable[..., Any], *args: Any) -> Any:
-        kind, plan = call.__name__.strip("_"), bucket.private.get("reduce_plan")
+    def _issue(self, bucket: C10dBucket, call: Callable[..., Any], *args: Any) -> Any:
+        kind, plan = call.__name__.strip("_"), bucket.reduce_plan
         members = "" if plan is None or kind in _OF_SHARDS else plan.layout.members
         for check in self._checks:
-            check.note(kind, bucket.name, bucket.private["number"], members)
+            check.note(kind, bucket.name, bucket.number, members)
         try:
             return call(*args)
         except RuntimeError as error:
             raise self.failure(f"{call.__name__.strip('_')} of {bucket.name}", error) from error
 
     def _per_owner(
-        self, bucket: Bucket, call: Callable[..., Any], packing: Packing, packed: torch.Tensor
+        self, bucket: C10dBucket, call: Callable[..., Any], packing: Packing, packed: torch.Tensor
     ) -> list[Any]:
         """One collective for each rank's part that is not empty."""
         works = []
@@ -260,109 +219,6 @@ class C10dTransport:
             if part.numel():
                 works.append(self._issue(bucket, call, part, owner, bucket.shard.group))
         return works
-
-
-class _Issued:
-    """Works that were issued, and what is left to do once they are complete (`_finish`)."""
-
-    __slots__ = ("_bucket", "_transport", "_what", "_works")
-
-    def __init__(
-        self, transport: C10dTransport, bucket: Bucket, works: list[Any], what: str
-    ) -> None:
-        self._transport, self._bucket, self._what = transport, bucket, what
-        self._works: list[Any] | None = works  # None: waited for
-
-    def wait(self) -> None:
-        works = self._works
-        if works is None:
-            return
-        transport = self._transport
-        try:
-            for work in works:
-                transport.wait_for(work, f"{self._what} of {self._bucket.name}")
-        except (PeerTimeoutError, DivergenceError):
-            raise
-        except RuntimeError as error:
-            raise transport.failure(f"{self._what} of {self._bucket.name}", error) from error
-        self._works = None
-        self._finish()
-
-    def _finish(self) -> None:
-        return None
-
-
-class _Gather(_Issued):
-    __slots__ = ("_shard", "_staging")
-
-    def __init__(
-        self,
-        transport: C10dTransport,
-        bucket: Bucket,
-        works: list[Any],
-        shard: torch.Tensor,
-        staging: GatherStaging | None,
-    ) -> None:
-        self._transport, self._bucket, self._what = transport, bucket, "gather"
-        self._works = works
-        self._shard, self._staging = shard, staging  # the collective reads and writes them
-
-    def _finish(self) -> None:
-        if self._staging is not None:
-            self._staging.unpack()
-        del self._shard, self._staging
-
-
-class _Reduce(_Issued):
-    __slots__ = ("_in_place", "_out", "_scale", "_staging")
-
-    def __init__(
-        self,
-        transport: C10dTransport,
-        bucket: Bucket,
-        works: list[Any],
-        staging: ReduceStaging,
-        out: torch.Tensor,
-        scale: float,
-        in_place: bool,
-    ) -> None:
-        self._transport, self._bucket, self._what = transport, bucket, "reduce"
-        self._works = works
-        self._staging, self._out, self._scale = staging, out, scale
-        self._in_place = in_place  # the sum is in the packed gradients
-
-    def _finish(self) -> None:
-        staging = self._staging
-        if not staging.plan.padded:
-            staging.plan.unpack_own(staging.packed, self._out)
-        elif self._in_place:
-            own = staging.plan.packing.chunk(staging.packed, self._bucket.shard.rank)
-            self._out.copy_(own)
-        staging.give_back()
-        _scale(self._out, self._scale)
-        del self._staging, self._out
-
-
-class _Finished(_Issued):
-    """With a function of its own for what is left."""
-
-    __slots__ = ("_then",)
-
-    def __init__(
-        self,
-        transport: C10dTransport,
-        bucket: Bucket,
-        works: list[Any],
-        what: str,
-        then: Callable[[], None],
-    ) -> None:
-        super().__init__(transport, bucket, works, what)
-        self._then: Callable[[], None] | None = then
-
-    def _finish(self) -> None:
-        then, self._then = self._then, None
-        if then is not None:
-            then()
 
 
 def _scale(out: torch.Tensor, scale: float) -> None:
@@ -421,26 +277,14 @@ def _reduce(part: torch.Tensor, owner: int, group: dist.ProcessGroup | None) -> 
     return dist.reduce(part, dst=owner, op=dist.ReduceOp.SUM, group=group, async_op=True)
 
 
-# -- collectives that users bring ----------------------------------------------------------------
-# FSDP2's `set_custom_all_gather` and `set_custom_reduce_scatter`: objects that allocate staging and
-# run the collective, returning a work or None.
-def custom_all_gather(comm: Any) -> Callable[..., Any]:
-    def all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
-        work = comm(output_tensor=out, input_tensor=part, group=group, async_op=True)
+def _users(name: str, comm: Any, **more: Any) -> Callable[..., Any]:
+    """A collective that the user brings (FSDP2's `set_custom_all_gather`, `..._reduce_scatter`): an
+    object that allocates staging and runs it, returning a work or None.
+    """
+
+    def call(out: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+        work = comm(output_tensor=out, input_tensor=part, group=group, async_op=True, **more)
         return work if work is not None else DONE
 
-    return all_gather
-
-
-def custom_reduce_scatter(comm: Any) -> Callable[..., Any]:
-    def reduce_scatter(out: torch.Tensor, packed: torch.Tensor, group: Any) -> Any:
-        work = comm(
-            output_tensor=out,
-            input_tensor=packed,
-            group=group,
-            op=dist.ReduceOp.SUM,
-            async_op=True,
-        )
-        return work if work is not None else DONE
-
-    return reduce_scatter
+    call.__name__ = name
+    return call

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.c10d.staging import PackedGrads
-from shardwise.comm.transport import DONE, Bucket, Handle
+from shardwise.comm.c10d.staging import C10dBucket, PackedGrads
+from shardwise.comm.ordered import Issued, Ordered
+from shardwise.comm.transport import DONE, Handle
 from shardwise.comm.tree_sum import TreeSum, fold_pieces
 
 Issue = Callable[..., Any]  # (bucket, call, *args) -> work, with the transport's own checks
-MakeHandle = Callable[[str, Bucket, list[Any], Callable[[], None]], Handle]
 
 
 def collect(
+    transport: Ordered[C10dBucket],
     issue: Issue,
-    handle: MakeHandle,
-    bucket: Bucket,
+    bucket: C10dBucket,
     grads: PackedGrads,
     out: torch.Tensor,
     tree: TreeSum,
@@ -56,10 +56,12 @@ def collect(
         tree.keep()
         staging.give_back()
 
-    return handle("tree reduction", bucket, works, finish)
+    return Issued(transport, bucket, works, "tree reduction", finish)
 
 
-def complete(issue: Issue, handle: MakeHandle, bucket: Bucket, tree: TreeSum) -> Handle:
+def complete(
+    transport: Ordered[C10dBucket], issue: Issue, bucket: C10dBucket, tree: TreeSum
+) -> Handle:
     """See `TreeTransport.complete`."""
     axis, like = bucket.replicate, bucket.buffer
     if axis.size == 1 or not tree.layout.chunk_numel:
@@ -92,7 +94,7 @@ def complete(issue: Issue, handle: MakeHandle, bucket: Bucket, tree: TreeSum) ->
         issue(bucket, _all_gather, whole, own, axis.group).wait()
         tree.result = whole[:numel]
 
-    return handle("all_reduce in tree order", bucket, works, finish)
+    return Issued(transport, bucket, works, "all_reduce in tree order", finish)
 
 
 def _by_destination(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.board import gather_objects
+from shardwise.comm.exchange import gather_objects
 from shardwise.comm.shared_memory import futex
 from shardwise.comm.shared_memory.arena import Arena, Mapping
 from shardwise.comm.shared_memory.control import HEAD_BYTES, Control

@@ -33,6 +33,7 @@ Two words serve `abandoned`, because a rank may be one phase ahead of a slow pee
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from shardwise.comm.shared_memory.arena import Mapping
 
@@ -57,18 +58,18 @@ SHARD, REPLICATE = 0, 1  # the axis of a post
 
 
 class Word:
-    """One word of the control block as an attribute."""
+    """One word of a block as an attribute; the block begins at word `_at` of `_words`."""
 
     __slots__ = ("_index",)
 
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def __get__(self, control: Control, owner: type | None = None) -> int:
-        return control.words[self._index]
+    def __get__(self, block: Any, owner: type | None = None) -> int:
+        return block._words[block._at + self._index]
 
-    def __set__(self, control: Control, value: int) -> None:
-        control.words[self._index] = value
+    def __set__(self, block: Any, value: int) -> None:
+        block._words[block._at + self._index] = value
 
 
 class Control:
@@ -89,7 +90,7 @@ class Control:
 
     def __init__(self, mapping: Mapping) -> None:
         self.mapping = mapping
-        self.words = mapping.words
+        self._words, self._at = mapping.words, 0
         self._bytes = mapping.bytes
 
     @property
@@ -116,24 +117,24 @@ class Control:
         _write(self._bytes, _WHY_AT, _WHY_BYTES, f"{phase} {why}")
 
     def has_abandoned(self, phase: int) -> bool:
-        return self.words[24 + (phase & 1)] >> 1 == phase
+        return self._words[24 + (phase & 1)] >> 1 == phase
 
     def has_gone(self, phase: int) -> bool:
         """It abandoned the phase and no longer waits for peers that read its shards."""
-        return self.words[24 + (phase & 1)] == 2 * phase + 1
+        return self._words[24 + (phase & 1)] == 2 * phase + 1
 
     def mark_abandoned(self, phase: int, *, gone: bool) -> None:
-        self.words[24 + (phase & 1)] = 2 * phase + gone
+        self._words[24 + (phase & 1)] = 2 * phase + gone
 
     def num_flags(self, round_: int) -> int:
-        return self.words[57 + (round_ & 1)]
+        return self._words[57 + (round_ & 1)]
 
     def read_flags(self, round_: int, count: int) -> bytes:
         start = _FLAGS_AT + (round_ & 1) * FLAGS_BYTES
         return bytes(self._bytes[start : start + count])
 
     def write_flags(self, round_: int, flags: bytes, num_flags: int) -> None:
-        self.words[57 + (round_ & 1)] = num_flags
+        self._words[57 + (round_ & 1)] = num_flags
         start = _FLAGS_AT + (round_ & 1) * FLAGS_BYTES
         self._bytes[start : start + len(flags)] = flags
 
@@ -144,72 +145,58 @@ class Control:
 class Record:
     """One bucket in a rank's directory."""
 
-    __slots__ = ("_bytes", "_start", "_words")
+    __slots__ = ("_at", "_bytes", "_words")
+    state = Word(0)
+    offset = Word(1)
+    size_bytes = Word(2)
+    fingerprint = Word(3)
 
     def __init__(self, control: Control, key: int) -> None:
         if key >= _MAX_RECORDS:
             raise MemoryError(
                 f"a process group serves {_MAX_RECORDS} buckets in its life; make a new one"
             )
-        self._bytes, self._words = control._bytes, control.words
-        self._start = (_DIRECTORY_AT + key * _RECORD_BYTES) // 8
-
-    @property
-    def state(self) -> int:
-        return self._words[self._start]
-
-    @property
-    def offset(self) -> int:
-        return self._words[self._start + 1]
-
-    @property
-    def size_bytes(self) -> int:
-        return self._words[self._start + 2]
-
-    @property
-    def fingerprint(self) -> int:
-        return self._words[self._start + 3]
+        self._bytes, self._words = control._bytes, control._words
+        self._at = (_DIRECTORY_AT + key * _RECORD_BYTES) // 8
 
     @property
     def name(self) -> str:
-        return _read(self._bytes, self._start * 8 + _NAME_AT, _NAME_BYTES)
+        return _read(self._bytes, self._at * 8 + _NAME_AT, _NAME_BYTES)
 
     def publish(self, name: str, offset: int, size_bytes: int, fingerprint: int) -> None:
         """Fill the record in. Peers read it after an entry fence, which orders it."""
         # The end of a long name says more than its start.
-        _write(self._bytes, self._start * 8 + _NAME_AT, _NAME_BYTES, name[-_NAME_BYTES + 1 :])
-        self._words[self._start + 1] = offset
-        self._words[self._start + 2] = size_bytes
-        self._words[self._start + 3] = fingerprint
-        self._words[self._start] = LIVE
+        _write(self._bytes, self._at * 8 + _NAME_AT, _NAME_BYTES, name[-_NAME_BYTES + 1 :])
+        self.offset, self.size_bytes, self.fingerprint = offset, size_bytes, fingerprint
+        self.state = LIVE
 
     def mark_released(self) -> None:
-        self._words[self._start] = RELEASED
+        self.state = RELEASED
 
     def tag(self, axis: int) -> int:
-        return self._words[self._start + 8 + 8 * axis]
+        return self._words[self._at + 8 + 8 * axis]
 
     def slot(self, axis: int) -> int:
-        return self._words[self._start + 9 + 8 * axis]
+        return self._words[self._at + 9 + 8 * axis]
 
     def set_slot(self, axis: int, offset: int) -> None:
-        self._words[self._start + 9 + 8 * axis] = offset
+        self._words[self._at + 9 + 8 * axis] = offset
 
     def members(self, axis: int, num_params: int) -> tuple[int, ...] | None:
         """Which parameters of the bucket the last post is about; None when they are too many."""
         if num_params > 64 * MASK_WORDS:
             return None
-        start = self._start + 10 + 8 * axis
+        start = self._at + 10 + 8 * axis
         mask = sum(self._words[start + k] << 64 * k for k in range(-(-num_params // 64)))
         return tuple(i for i in range(num_params) if mask >> i & 1)
 
     def set_members(self, axis: int, mask_words: tuple[int, ...]) -> None:
-        start = self._start + 10 + 8 * axis
+        start = self._at + 10 + 8 * axis
         for k, word in enumerate(mask_words[:MASK_WORDS]):
             self._words[start + k] = word
 
     def set_tag(self, axis: int, tag: int) -> None:
-        self._words[self._start + 8 + 8 * axis] = tag
+        self._words[self._at + 8 + 8 * axis] = tag
 
 
 def hash_of(*parts: object) -> int:

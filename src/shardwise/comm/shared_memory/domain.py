@@ -37,8 +37,8 @@ from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from shardwise.comm import limits
 from shardwise.comm.kept import kept
+from shardwise.comm.limits import wait_limit_s
 from shardwise.comm.shared_memory.access import Access, exchange, open_access
 from shardwise.comm.shared_memory.control import (
     DOORBELL_WORD,
@@ -48,8 +48,9 @@ from shardwise.comm.shared_memory.control import (
     hash_of,
 )
 from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
-from shardwise.comm.transport import Axis, Bucket, Position, Transport, how_to_differ, remark_on
-from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
+from shardwise.comm.transport import Axis, Bucket, Position, Transport, remark_on
+from shardwise.comm.waits import Wait
+from shardwise.errors import DivergenceError, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class Domain:
         self.num_attached = 0
         self.phase = 0
         self.active = False
-        self._wait_limit_s: float | None = None
+        self._limit_s: float | None = None  # of waits; None: the process's
         first, mine = access.controls[0].mapping, self.own.mapping
         self.doorbell = Doorbell(first.words, DOORBELL_WORD, first.address(8 * DOORBELL_WORD))
         fence = Doorbell(mine.words, FENCE_WORD, mine.address(8 * FENCE_WORD))
@@ -108,15 +109,6 @@ class Domain:
         self.over_groups: list[Transport] = []  # that stand in for shared memory in this phase
         self.is_watched = False  # by tools on any rank; known after the entry fence
         self._round = 0
-
-    @property
-    def wait_limit_s(self) -> float:
-        """This domain's own limit, or the process's (`set_wait_limit`)."""
-        return self._wait_limit_s or limits.wait_limit_s()
-
-    @wait_limit_s.setter
-    def wait_limit_s(self, seconds: float | None) -> None:
-        self._wait_limit_s = seconds
 
     # -- phases
     def enter(self, position: Position, *, is_watched: bool = False) -> None:
@@ -238,7 +230,7 @@ class Domain:
 
     def _park(self, phase: int) -> None:
         """Leave shards alone while peers may read them; not for long, the caller has an error."""
-        limit, self._wait_limit_s = self._wait_limit_s, min(self.wait_limit_s, PARK_S)
+        self._limit_s = min(wait_limit_s(), PARK_S)
         try:
             self.wait(
                 lambda: all(self.controls[i].left >= phase for i in self.others),
@@ -249,7 +241,7 @@ class Domain:
         except TransportError as error:
             logger.debug("not all ranks left the phase: %s", error)
         finally:
-            self._wait_limit_s = limit
+            self._limit_s = None
 
     def check_gone(self) -> None:
         """Raise when a peer has abandoned this phase and may be writing its shards."""
@@ -348,7 +340,7 @@ class Domain:
         stuck: Callable[[], bool] | None,
     ) -> None:
         started = time.monotonic()
-        check_at, warn_at = started + SLICE_S, started + limits.warn_after_s()
+        check_at, wait = started + SLICE_S, _Lack(self, lacks, what)
         # What other domains announce rings other bells.
         slice_s = SLICE_S if stuck is None and _running in ([], [self]) else SLICE_S / 100
         while True:
@@ -372,17 +364,7 @@ class Domain:
                 continue
             check_at = now + SLICE_S
             self._check_alive(lacks, what)
-            if now - started > self.wait_limit_s:
-                raise PeerTimeoutError(
-                    self._describe(lacks, what, now - started)
-                    + "\nAll ranks of a mesh must make the same engine "
-                    f"calls. If one may really take longer, raise {limits.LIMIT_VARIABLE} (now "
-                    f"{self.wait_limit_s:g} s) or call shardwise.set_wait_limit()."
-                    + how_to_differ(self.position)
-                )
-            if now >= warn_at:
-                warn_at = now + 6 * limits.warn_after_s()
-                logger.warning("%s", self._describe(lacks, what, now - started))
+            wait.look(now - started)
 
     def _tell_sleep(self, seen: int) -> None:
         """In all domains: whoever sleeps in one brings nothing on in the others; -1: awake."""
@@ -431,6 +413,23 @@ class Domain:
         elif control.left >= control.entered:
             place += ", left: in user code"
         return place + (", waiting" if control.waiting else "")
+
+
+class _Lack(Wait):
+    """A wait of which peers can see themselves: control blocks say it all."""
+
+    remedy = "All ranks of a mesh must make the same engine calls"
+
+    def __init__(self, domain: Domain, lacks: Callable[[int], bool], what: str) -> None:
+        super().__init__(what, domain.position, limit_s=domain._limit_s)
+        self._look_at = SLICE_S
+        self._domain, self._lacks = domain, lacks
+
+    def tell(self) -> None:
+        """Nobody reads the board."""
+
+    def describe(self, waited_s: float) -> str:
+        return self._domain._describe(self._lacks, self._what, waited_s)
 
 
 def domain_of(shard: Axis, replicate: Axis) -> Domain | str:

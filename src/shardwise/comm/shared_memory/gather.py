@@ -16,21 +16,35 @@ import torch
 from shardwise._torch_compat import foreach_copy
 from shardwise.comm.shared_memory.control import LIVE, Record
 from shardwise.comm.shared_memory.domain import Domain
+from shardwise.comm.shared_memory.grads import Members, ReducePlan
 from shardwise.comm.transport import Bucket
 from shardwise.errors import DivergenceError
-from shardwise.layout import BucketLayout
+from shardwise.layout import BucketLayout, ReduceLayout
 
 
-@dataclass(slots=True)
-class Shards:
-    """A bucket's place in the domain (in `bucket.private`), and its copy plans by `out`."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class SharedBucket(Bucket):
+    """A bucket with its place in the domain: its `key` there, what its reductions are about, and
+    its plans, those of gathers by `out`.
+    """
 
     key: int
     fingerprint: int
     indices: tuple[int, ...]  # of the shard axis' ranks in the domain
-    address: int = 0  # of the buffer that peers read
+    address: int  # of the buffer that peers read
+    members: Members  # of the last reduction, which a sum over the replicas follows
     records: tuple[Record, ...] = ()  # the peers', once checked
     plans: dict[int, tuple[weakref.ref[torch.Tensor], CopyPlan]] = field(default_factory=dict)
+    reduce_plans: dict[int, ReducePlan] = field(default_factory=dict)
+
+    def reduce_plan(self, layout: ReduceLayout) -> ReducePlan:
+        """Made once for each layout; it holds the layout, whose id is thus its own."""
+        plan = self.reduce_plans.get(id(layout))
+        if plan is None:
+            if len(self.reduce_plans) > 8:  # `requires_grad` is toggled over and over
+                self.reduce_plans.clear()
+            plan = self.reduce_plans[id(layout)] = ReducePlan.of(layout, self.shard.rank)
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +58,16 @@ class CopyPlan:
                 foreach_copy(self.destinations, self.sources)
 
 
-def check_peers(domain: Domain, bucket: Bucket, shards: Shards) -> None:
-    """The peers' records of this bucket;
-
-    an error when they hold something else. After an entry fence.
+def check_peers(domain: Domain, bucket: SharedBucket) -> None:
+    """The peers' records of this bucket; an error when they hold something else. After an entry
+    fence.
     """
     records = []
-    for i in shards.indices:
+    for i in bucket.indices:
         if i == domain.me:
             continue
-        record = domain.controls[i].record(shards.key)
-        if record.state != LIVE or record.fingerprint != shards.fingerprint:
+        record = domain.controls[i].record(bucket.key)
+        if record.state != LIVE or record.fingerprint != bucket.fingerprint:
             found = (
                 "has released it"
                 if record.state not in (0, LIVE)
@@ -63,33 +76,33 @@ def check_peers(domain: Domain, bucket: Bucket, shards: Shards) -> None:
                 else f"holds {record.name!r} of {record.size_bytes} bytes"
             )
             raise DivergenceError(
-                f"bucket {bucket.name!r} is number {shards.key} on rank {domain.ranks[domain.me]} "
+                f"bucket {bucket.name!r} is number {bucket.key} on rank {domain.ranks[domain.me]} "
                 f"({bucket.layout.shard_bytes} bytes for each rank), rank {domain.ranks[i]} "
                 f"{found}. All ranks must shard the same modules in the same order, and delete "
                 "models at the same point."
             )
         records.append(record)
-    shards.records = tuple(records)
+    bucket.records = tuple(records)
 
 
-def plan_for(domain: Domain, bucket: Bucket, shards: Shards, out: torch.Tensor) -> CopyPlan:
+def plan_for(domain: Domain, bucket: SharedBucket, out: torch.Tensor) -> CopyPlan:
     """The plan of this `out`, made at its first use and dropped when it dies."""
-    known = shards.plans.get(id(out))
+    known = bucket.plans.get(id(out))
     if known is not None and known[0]() is out:
         return known[1]
-    check_peers(domain, bucket, shards)
+    check_peers(domain, bucket)
     flats = [
         bucket.buffer
         if i == domain.me
         else domain.controls[i].mapping.tensor(
-            domain.controls[i].record(shards.key).offset,
+            domain.controls[i].record(bucket.key).offset,
             bucket.layout.chunk_numel,
             bucket.layout.dtype,
         )
-        for i in shards.indices
+        for i in bucket.indices
     ]
     plan = make_plan(bucket.layout, flats, out)
-    plans, key = shards.plans, id(out)
+    plans, key = bucket.plans, id(out)
     plans[key] = (weakref.ref(out, lambda _: plans.pop(key, None)), plan)
     return plan
 
@@ -116,8 +129,8 @@ def make_plan(layout: BucketLayout, flats: list[torch.Tensor], out: torch.Tensor
     return CopyPlan(destinations, sources)
 
 
-def check_still_there(domain: Domain, bucket: Bucket, shards: Shards) -> None:
+def check_still_there(domain: Domain, bucket: SharedBucket) -> None:
     """After the copy: a bucket that its owner released meanwhile reads as zeros."""
-    for record in shards.records:
+    for record in bucket.records:
         if record.state != LIVE:
-            check_peers(domain, bucket, shards)
+            check_peers(domain, bucket)

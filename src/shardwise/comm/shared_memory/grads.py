@@ -17,7 +17,6 @@ import torch
 from shardwise._torch_compat import foreach_copy
 from shardwise.comm.shared_memory.control import hash_of
 from shardwise.comm.shared_memory.slots import DTYPES, Slot, SlotPool
-from shardwise.comm.transport import Bucket
 from shardwise.layout import ReduceLayout
 
 _EXACT_IN = {
@@ -70,47 +69,39 @@ class ReducePlan:
     members: Members
 
     @classmethod
-    def of(cls, bucket: Bucket, layout: ReduceLayout) -> ReducePlan:
-        """The plan, kept with the bucket. Holding the layout keeps its id its own."""
-        plans: dict[int, ReducePlan] = bucket.private.setdefault("reduce_plans", {})
-        plan = plans.get(id(layout))
-        if plan is None:
-            if len(plans) > 8:  # `requires_grad` is toggled over and over
-                plans.clear()
-            plan = plans[id(layout)] = _plan(layout, bucket.shard.rank)
-        return plan
+    def of(cls, layout: ReduceLayout, rank: int) -> ReducePlan:
+        offsets = [layout.offsets(r) for r in range(layout.world)]
+        params = []
+        for i, p in enumerate(layout.params):
+            places = []
+            for r in range(layout.world):
+                if p.shard_numel(r):
+                    shape = p.shard_shape(r)
+                    stride = torch.empty(shape, device="meta").stride()
+                    places.append((r, offsets[r][i], shape, stride))
+            sizes = tuple(p.cuts.size(r) for r in range(layout.world))
+            params.append(
+                ParamPlaces(torch.Size(p.spec.shape), p.spec.shard_dim, sizes, tuple(places))
+            )
+        part_numel = -(-layout.counts_offset // _ALIGN) * _ALIGN if params else 0
+        return cls(
+            layout=layout,
+            rank=rank,
+            params=tuple(params),
+            part_numel=part_numel,
+            payload_numel=(layout.world - 1) * part_numel,
+            own=tuple(
+                (at, p.shard_numel(rank))
+                for at, p in zip(offsets[rank], layout.params, strict=True)
+            ),
+            own_numel=layout.data_numel(rank),
+            counts_offset=layout.counts_offset,
+            members=Members(layout),
+        )
 
     def position(self, rank: int, owner: int) -> int:
         """Element at which the part for `rank` starts in the payload of `owner`."""
         return (rank if rank < owner else rank - 1) * self.part_numel
-
-
-def _plan(layout: ReduceLayout, rank: int) -> ReducePlan:
-    offsets = [layout.offsets(r) for r in range(layout.world)]
-    params = []
-    for i, p in enumerate(layout.params):
-        places = []
-        for r in range(layout.world):
-            if p.shard_numel(r):
-                shape = p.shard_shape(r)
-                stride = torch.empty(shape, device="meta").stride()
-                places.append((r, offsets[r][i], shape, stride))
-        sizes = tuple(p.cuts.size(r) for r in range(layout.world))
-        params.append(ParamPlaces(torch.Size(p.spec.shape), p.spec.shard_dim, sizes, tuple(places)))
-    part_numel = -(-layout.counts_offset // _ALIGN) * _ALIGN if params else 0
-    return ReducePlan(
-        layout=layout,
-        rank=rank,
-        params=tuple(params),
-        part_numel=part_numel,
-        payload_numel=(layout.world - 1) * part_numel,
-        own=tuple(
-            (at, p.shard_numel(rank)) for at, p in zip(offsets[rank], layout.params, strict=True)
-        ),
-        own_numel=layout.data_numel(rank),
-        counts_offset=layout.counts_offset,
-        members=Members(layout),
-    )
 
 
 class OutgoingGrads:

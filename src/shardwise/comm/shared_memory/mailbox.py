@@ -38,10 +38,10 @@ import torch
 
 from shardwise.comm.shared_memory.control import REPLICATE, SHARD, Record
 from shardwise.comm.shared_memory.domain import Domain, running
-from shardwise.comm.shared_memory.gather import Shards
+from shardwise.comm.shared_memory.gather import SharedBucket
 from shardwise.comm.shared_memory.grads import Members
 from shardwise.comm.shared_memory.slots import Slot, SlotPool, SlotView
-from shardwise.comm.transport import Axis, Bucket
+from shardwise.comm.transport import Axis, Bucket, Missing
 from shardwise.errors import DivergenceError, TransportError
 
 
@@ -74,7 +74,8 @@ class Mailbox:
         slot.describe(self._tickets, dtype, present, exchange.identity)
         # The record shows the last post. Who lacks an earlier one finds it from there: none of the
         # slots in between was read by that rank, so none of them is free.
-        slot.follow(exchange.tag, last.offset if last is not None and last.unread else 0)
+        slot.tag = exchange.tag
+        slot.before = last.offset if last is not None and last.unread else 0
         slot.posted_to(self._tickets, tuple(i for i in exchange.indices if i != domain.me))
         record = domain.own.record(key)
         record.set_members(axis, exchange.members.mask_words)
@@ -82,7 +83,7 @@ class Mailbox:
         record.set_slot(axis, slot.offset)
         domain.order()
         record.set_tag(axis, exchange.tag)
-        if _is_counted(exchange.bucket) and axis == _counted_axis(exchange.bucket):
+        if not exchange.bucket.follows and axis == _counted_axis(exchange.bucket):
             domain.own.posted = (domain.own.posted + _mix(key, count)) & (2**64 - 1)
         domain.doorbell.ring()
         self.pending.append(exchange)
@@ -120,14 +121,14 @@ class Mailbox:
         """All ranks have left the phase before: nobody reads any more."""
         self.pool.free_all()
 
-    def missing(self) -> list[Bucket]:
-        """Buckets that peers reduce in this phase and this rank has not;
-
-        empty once all ranks have ended.
+    def missing(self) -> list[Missing]:
+        """What peers reduce in this phase and this rank has not; nothing once all ranks have
+        ended.
         """
         domain = self.domain
         domain.entry_fence()
-        phase, found = domain.phase, []
+        phase = domain.phase
+        found: list[Missing] = []
         if domain.own.ended != phase:
             domain.order()
             domain.own.ended = phase
@@ -146,13 +147,13 @@ class Mailbox:
         # Who has abandoned the phase since may be at an exception to which this rank comes too.
         return found
 
-    def _unposted(self) -> list[Bucket]:
+    def _unposted(self) -> list[Missing]:
         domain = self.domain
         if all(domain.controls[i].posted == domain.own.posted for i in domain.others):
             return []
         found = []
         for key, bucket in sorted(domain.buckets.items(), key=lambda item: item[0]):
-            if not _is_counted(bucket):
+            if bucket.follows:
                 continue
             axis = _counted_axis(bucket)
             count, _ = self._posts.get((key, axis), (0, None))
@@ -161,8 +162,7 @@ class Mailbox:
                 if tag >> 16 == domain.phase and tag & 0xFFFF > count:
                     domain.order()
                     members = record.members(axis, len(bucket.layout.params))
-                    bucket.private["members_there"] = members
-                    found.append(bucket)
+                    found.append(Missing(bucket, members))
                     break
         return found
 
@@ -197,18 +197,17 @@ class Exchange:
     identity: tuple[int, int] = (0, 0)  # of the post, on all ranks
 
     def __init__(
-        self, mailbox: Mailbox, bucket: Bucket, axis: int, mesh_axis: Axis, members: Members
+        self, mailbox: Mailbox, bucket: SharedBucket, axis: int, mesh_axis: Axis, members: Members
     ) -> None:
-        shards: Shards = bucket.private["shards"]
         domain = mailbox.domain
         self.mailbox, self.bucket, self.members = mailbox, bucket, members
         self.axis, self.rank = axis, mesh_axis.rank
-        self.key, self._fingerprint = shards.key, shards.fingerprint
+        self.key, self._fingerprint = bucket.key, bucket.fingerprint
         self.indices = tuple(domain.ranks.index(r) for r in mesh_axis.ranks)
         self.tag = 0
         self.done = self.failed = False
         self._records: list[tuple[int, int, Record]] = [
-            (r, i, domain.controls[i].record(shards.key))
+            (r, i, domain.controls[i].record(bucket.key))
             for r, i in enumerate(self.indices)
             if r != self.rank
         ]
@@ -278,11 +277,6 @@ class Exchange:
             slot.acknowledge(domain.me, slot.ticket)
         domain.doorbell.ring()
         self.done = True
-
-
-def _is_counted(bucket: Bucket) -> bool:
-    """False for one whose reductions follow those of another bucket: nobody can miss them alone."""
-    return "follows" not in bucket.private
 
 
 def _counted_axis(bucket: Bucket) -> int:

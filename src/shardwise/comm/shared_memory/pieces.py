@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.shared_memory.control import REPLICATE
+from shardwise.comm.shared_memory.gather import SharedBucket
 from shardwise.comm.shared_memory.mailbox import Exchange, Mailbox
 from shardwise.comm.shared_memory.slots import Slot, SlotView
-from shardwise.comm.transport import Bucket
 
 _PIECE_ALIGN = 16
 
@@ -22,8 +22,8 @@ class SumByPieces(Exchange):
     _slot: Slot  # this rank's, posted by the constructor of a subclass
     _result: torch.Tensor
 
-    def __init__(self, mailbox: Mailbox, bucket: Bucket, numel: int) -> None:
-        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate, bucket.private["members"])
+    def __init__(self, mailbox: Mailbox, bucket: SharedBucket, numel: int) -> None:
+        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate, bucket.members)
         size = bucket.replicate.size
         self._numel = numel
         self._piece = -(-numel // (size * _PIECE_ALIGN)) * _PIECE_ALIGN

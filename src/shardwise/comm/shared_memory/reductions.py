@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.shared_memory.control import REPLICATE, SHARD
+from shardwise.comm.shared_memory.gather import SharedBucket
 from shardwise.comm.shared_memory.grads import OutgoingGrads
 from shardwise.comm.shared_memory.mailbox import Exchange, Mailbox
 from shardwise.comm.shared_memory.pieces import SumByPieces
 from shardwise.comm.shared_memory.slots import SlotView
 from shardwise.comm.shared_memory.sums import sum_of_ranks
-from shardwise.comm.transport import Bucket
 
 _PIECES_FROM_BYTES = 4 << 20
 
@@ -27,7 +27,7 @@ class ShardSum(Exchange):
     def __init__(
         self,
         mailbox: Mailbox,
-        bucket: Bucket,
+        bucket: SharedBucket,
         grads: OutgoingGrads,
         out: torch.Tensor,
         scale: float,
@@ -85,8 +85,8 @@ class ShardSum(Exchange):
 class ReplicaSum(Exchange):
     """A flat tensor summed over the replicate axis, in place: each rank posts all of it."""
 
-    def __init__(self, mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> None:
-        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate, bucket.private["members"])
+    def __init__(self, mailbox: Mailbox, bucket: SharedBucket, out: torch.Tensor) -> None:
+        super().__init__(mailbox, bucket, REPLICATE, bucket.replicate, bucket.members)
         self._out = out
         slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
         with torch.no_grad():
@@ -109,7 +109,7 @@ class ReplicaSum(Exchange):
 class ReplicaSumByPieces(SumByPieces):
     """The same with one piece for each rank."""
 
-    def __init__(self, mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> None:
+    def __init__(self, mailbox: Mailbox, bucket: SharedBucket, out: torch.Tensor) -> None:
         super().__init__(mailbox, bucket, out.numel())
         self._result = out
         self._slot = mailbox.pool.acquire(self, 0, out.numel() * out.itemsize)
@@ -120,7 +120,7 @@ class ReplicaSumByPieces(SumByPieces):
         sum_of_ranks(self._result[start:stop], self.rank, parts)
 
 
-def sum_over_replicas(mailbox: Mailbox, bucket: Bucket, out: torch.Tensor) -> Exchange:
+def sum_over_replicas(mailbox: Mailbox, bucket: SharedBucket, out: torch.Tensor) -> Exchange:
     """The faster of both kinds; all replicas choose alike, since they hold the same layout."""
     by_pieces = bucket.replicate.size > 2 and out.numel() * out.itemsize > _PIECES_FROM_BYTES
     return (ReplicaSumByPieces if by_pieces else ReplicaSum)(mailbox, bucket, out)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.comm.shared_memory.arena import Arena, Mapping
+from shardwise.comm.shared_memory.control import Word
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LINE = 64
@@ -36,6 +37,11 @@ class SlotView:
     """A slot in any rank's arena, for its owner and for its readers."""
 
     __slots__ = ("_at", "_mapping", "_num_ranks", "_words", "offset")
+    ticket = Word(0)
+    stage = Word(1)
+    all_present = Word(3)
+    tag = Word(6)
+    before = Word(7)
 
     def __init__(self, mapping: Mapping, offset: int, num_ranks: int) -> None:
         self._mapping, self._words = mapping, mapping.words
@@ -44,41 +50,13 @@ class SlotView:
         self.offset = offset
 
     @property
-    def ticket(self) -> int:
-        return self._words[self._at]
-
-    @property
-    def stage(self) -> int:
-        return self._words[self._at + 1]
-
-    @stage.setter
-    def stage(self, value: int) -> None:
-        self._words[self._at + 1] = value
-
-    @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self._words[self._at + 2]]
-
-    @property
-    def all_present(self) -> bool:
-        return bool(self._words[self._at + 3])
 
     @property
     def identity(self) -> tuple[int, int]:
         """(numel of a part, hash of the members): equal on all ranks, or they have diverged."""
         return self._words[self._at + 4], self._words[self._at + 5]
-
-    @property
-    def tag(self) -> int:
-        return self._words[self._at + 6]
-
-    @property
-    def before(self) -> int:
-        return self._words[self._at + 7]
-
-    def follow(self, tag: int, before: int) -> None:
-        """Which post it is, and where the one before it lies."""
-        self._words[self._at + 6], self._words[self._at + 7] = tag, before
 
     def describe(
         self,
@@ -88,9 +66,8 @@ class SlotView:
         identity: tuple[int, int],
     ) -> None:
         words, at = self._words, self._at
-        words[at], words[at + 1] = ticket, 1
+        self.ticket, self.stage, self.all_present = ticket, 1, all(present)
         words[at + 2] = DTYPES.index(dtype)
-        words[at + 3] = all(present)
         words[at + 4], words[at + 5] = identity
         start = self.offset + presence_at(self._num_ranks)
         self._mapping.bytes[start : start + len(present)] = bytes(present)

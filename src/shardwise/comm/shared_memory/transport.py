@@ -13,18 +13,18 @@ from collections.abc import Iterable
 import torch
 
 from shardwise.comm.shared_memory.control import hash_of
-from shardwise.comm.shared_memory.domain import domain_of
+from shardwise.comm.shared_memory.domain import Domain, domain_of
 from shardwise.comm.shared_memory.gather import (
-    Shards,
+    SharedBucket,
     check_still_there,
     make_plan,
     plan_for,
 )
-from shardwise.comm.shared_memory.grads import Members, OutgoingGrads, ReducePlan
+from shardwise.comm.shared_memory.grads import Members, OutgoingGrads
 from shardwise.comm.shared_memory.mailbox import Mailbox
 from shardwise.comm.shared_memory.reductions import ShardSum, sum_over_replicas
 from shardwise.comm.shared_memory.tree import ReplicaTree, TreeLeaves, finished_chunk
-from shardwise.comm.transport import DONE, Axis, Bucket, GradBuffer, Handle, Position
+from shardwise.comm.transport import DONE, Axis, GradBuffer, Handle, Missing, Position, Transport
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.errors import TransportError
 from shardwise.layout import BucketLayout, ReduceLayout, layout_reduce
@@ -40,13 +40,15 @@ def shared_memory_reason(axes: Iterable[Axis]) -> str | None:
     return domain if isinstance(domain, str) else None
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(Transport[SharedBucket]):
     """Collective on the first construction for a mesh.
 
     Raises TransportError with the reason where it cannot work.
     """
 
     name = "shared_memory"
+    is_ordered = False
+    reads_at_any_time = sums_in_tree = True
 
     def __init__(self, shard: Axis, replicate: Axis, mesh: tuple[Axis, Axis] | None = None) -> None:
         """`mesh`: the axes of the mesh that these belong to, if they are not the whole of it."""
@@ -56,22 +58,17 @@ class SharedMemoryTransport:
                 f"transport='shared_memory' cannot serve this mesh: {domain}. Use 'auto' or 'c10d'."
             )
         self._shard, self._replicate = shard, replicate
-        self.phases = self._domain = domain  # which transports of one set of ranks share
+        self._domain = domain  # which transports of one set of ranks share
         if domain.mail is None:
             domain.mail = Mailbox(domain)
         assert isinstance(domain.mail, Mailbox)
         self._mail = domain.mail
 
     @property
-    def wait_limit_s(self) -> float:
-        """Seconds until a wait for a peer becomes an error."""
-        return self._domain.wait_limit_s
+    def phases(self) -> Domain:
+        return self._domain
 
-    @wait_limit_s.setter
-    def wait_limit_s(self, seconds: float) -> None:
-        self._domain.wait_limit_s = seconds
-
-    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> Bucket:
+    def attach(self, name: str, layout: BucketLayout, device: torch.device) -> SharedBucket:
         """No communication: peers look the bucket up at its first gather, by its number."""
         if device.type != "cpu":
             raise ValueError(
@@ -95,56 +92,64 @@ class SharedMemoryTransport:
                 offset, layout.chunk_numel, layout.dtype, record.mark_released
             )
         record.publish(name, offset, layout.shard_bytes, fingerprint)
-        bucket = Bucket(name, layout, self._shard, self._replicate, buffer)
-        indices = tuple(domain.ranks.index(r) for r in self._shard.ranks)
-        bucket.private["shards"] = Shards(key, fingerprint, indices, buffer.data_ptr())
-        bucket.private["members"] = Members(layout_reduce(layout))  # until a reduction says which
-        domain.buckets[key] = bucket
+        domain.buckets[key] = bucket = SharedBucket(
+            *(name, layout, self._shard, self._replicate, buffer),
+            key=key,
+            fingerprint=fingerprint,
+            indices=tuple(domain.ranks.index(r) for r in self._shard.ranks),
+            address=buffer.data_ptr(),
+            members=Members(layout_reduce(layout)),  # until a reduction says which
+        )
         return bucket
 
-    def gather(self, bucket: Bucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
+    def gather(self, bucket: SharedBucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         if bucket.layout.world == 1:
             if shard.data_ptr() != out.data_ptr():
                 make_plan(bucket.layout, [shard], out).run()
             return DONE
-        domain, shards = self._domain, bucket.private["shards"]
-        if shard.data_ptr() != shards.address:
+        domain = self._domain
+        if shard.data_ptr() != bucket.address:
             raise TransportError(
                 f"{bucket.name}: shared memory gathers from the bucket's own buffer, which peers "
                 "can read; found another tensor. Write to the buffer, or use transport='c10d'."
             )
-        domain.own.at = shards.key + 1
+        domain.own.at = bucket.key + 1
         domain.entry_fence()
-        plan_for(domain, bucket, shards, out).run()
+        plan_for(domain, bucket, out).run()
         domain.check_gone()
-        check_still_there(domain, bucket, shards)
+        check_still_there(domain, bucket)
         return DONE
 
     def grad_buffer(
-        self, bucket: Bucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
+        self, bucket: SharedBucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
-        return OutgoingGrads(ReducePlan.of(bucket, layout), self._mail.pool, out, pre_scale)
+        return OutgoingGrads(bucket.reduce_plan(layout), self._mail.pool, out, pre_scale)
 
-    def reduce(self, bucket: Bucket, grads: GradBuffer, out: torch.Tensor, scale: float) -> Handle:
+    def reduce(
+        self, bucket: SharedBucket, grads: GradBuffer, out: torch.Tensor, scale: float
+    ) -> Handle:
         assert isinstance(grads, OutgoingGrads), f"{type(grads).__name__} is another transport's"
         assert grads.out is out, "reduce() takes the `out` that grad_buffer() was given"
         grads.finish()
-        bucket.private["members"] = grads.plan.members  # a sum over the replicas follows
+        bucket.members = grads.plan.members
         if not grads.plan.params:
             return DONE
         if bucket.layout.world == 1:
-            _finish_alone(grads, scale)
+            with torch.no_grad():
+                out = finished_chunk(grads, out)
+                if scale != 1.0:
+                    out[: grads.plan.own_numel].mul_(scale)
             return DONE
         return ShardSum(self._mail, bucket, grads, out, scale)
 
-    def all_reduce(self, bucket: Bucket, out: torch.Tensor) -> Handle:
+    def all_reduce(self, bucket: SharedBucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
             return DONE
         return sum_over_replicas(self._mail, bucket, out)
 
     def collect(
         self,
-        bucket: Bucket,
+        bucket: SharedBucket,
         grads: GradBuffer,
         out: torch.Tensor,
         tree: TreeSum,
@@ -161,9 +166,9 @@ class SharedMemoryTransport:
                 tree.put_chunk(leaves[0], finished_chunk(grads, out))
         return DONE
 
-    def complete(self, bucket: Bucket, tree: TreeSum) -> Handle:
+    def complete(self, bucket: SharedBucket, tree: TreeSum) -> Handle:
         if bucket.replicate.size > 1 and tree.layout.chunk_numel:
-            bucket.private["members"] = ReducePlan.of(bucket, tree.layout).members
+            bucket.members = bucket.reduce_plan(tree.layout).members
             return ReplicaTree(self._mail, bucket, tree)
         tree.finish_alone(bucket.buffer)
         return DONE
@@ -181,7 +186,7 @@ class SharedMemoryTransport:
         self.give_up()
         self._domain.abandon()
 
-    def missing(self, position: Position) -> list[Bucket]:
+    def missing(self, position: Position) -> list[Missing]:
         return self._mail.missing()
 
     def agree(self, flags: list[bool]) -> list[bool]:
@@ -192,15 +197,3 @@ class SharedMemoryTransport:
 
         buffers go with their tensors, the domain with its process group.
         """
-
-
-def _finish_alone(grads: OutgoingGrads, scale: float) -> None:
-    """A shard axis of one rank: the own gradients are the sum, over the shard axis."""
-    plan, out = grads.plan, grads.out
-    with torch.no_grad():
-        for (offset, numel), present in zip(plan.own, grads.present, strict=True):
-            if not present:
-                out[offset : offset + numel].zero_()
-        if scale != 1.0:
-            out[: plan.own_numel].mul_(scale)
-        out[plan.counts_offset :].copy_(torch.tensor(grads.present, dtype=torch.float32))

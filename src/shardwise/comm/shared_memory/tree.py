@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.shared_memory.control import SHARD
+from shardwise.comm.shared_memory.gather import SharedBucket
 from shardwise.comm.shared_memory.grads import OutgoingGrads
 from shardwise.comm.shared_memory.mailbox import Exchange, Mailbox
 from shardwise.comm.shared_memory.pieces import SumByPieces
 from shardwise.comm.shared_memory.slots import SlotView
-from shardwise.comm.transport import Bucket
 from shardwise.comm.tree_sum import TreeSum, fold_pieces
 
 
@@ -26,7 +26,7 @@ class TreeLeaves(Exchange):
     def __init__(
         self,
         mailbox: Mailbox,
-        bucket: Bucket,
+        bucket: SharedBucket,
         grads: OutgoingGrads,
         out: torch.Tensor,
         tree: TreeSum,
@@ -82,7 +82,7 @@ def finished_chunk(grads: OutgoingGrads, out: torch.Tensor) -> torch.Tensor:
 class ReplicaTree(SumByPieces):
     """The total over all replicas' nodes, on each of them."""
 
-    def __init__(self, mailbox: Mailbox, bucket: Bucket, tree: TreeSum) -> None:
+    def __init__(self, mailbox: Mailbox, bucket: SharedBucket, tree: TreeSum) -> None:
         super().__init__(mailbox, bucket, tree.layout.chunk_numel)
         self._tree = tree
         self._result = torch.empty(self._numel, dtype=tree.layout.dtype)

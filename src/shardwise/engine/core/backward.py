@@ -29,9 +29,9 @@ from shardwise._torch_compat import (
     graph_task_id,
     outside_transforms,
 )
-from shardwise.comm.transport import Position, is_unordered, missing_of
+from shardwise.comm.transport import Missing, Position
 from shardwise.engine.core.copy import GRAPH
-from shardwise.engine.core.gradients import BucketGrads, Reduction
+from shardwise.engine.core.gradients import BucketGrads, Reduction, carried_in
 from shardwise.engine.core.unit import Unit
 from shardwise.errors import DivergenceError
 
@@ -188,9 +188,7 @@ class BackwardPass:
         """Bound what is in flight. A transport without an order may have to wait for a peer that
         waits for this rank's other reductions, so there nothing is waited for before the end.
         """
-        while len(self._in_flight) > num and not is_unordered(
-            self._in_flight[0].grads.state.transport
-        ):
+        while len(self._in_flight) > num and self._in_flight[0].grads.state.transport.is_ordered:
             self._finish_oldest()
 
     def _finish_done(self) -> None:
@@ -219,7 +217,7 @@ class BackwardPass:
         follow before the result of one is waited for.
         """
         for reduction in self._in_flight:
-            if is_unordered(reduction.grads.state.transport):
+            if not reduction.grads.state.transport.is_ordered:
                 reduction.advance()
 
     def finish_reductions(self) -> None:
@@ -267,12 +265,12 @@ class BackwardPass:
         if needed:
             self._issue(unit)
 
-    def join(self, grads: BucketGrads) -> None:
+    def join(self, grads: BucketGrads, missing: Missing) -> None:
         """Reduce a bucket that this rank has no gradients of, because peers do."""
         unit = grads.state.unit()
         self.touched.setdefault(unit, None)
         unit.watch_gradients()  # it may not have run since `requires_grad` was changed
-        reduction = unit.issue_reduction(grads, joins=True)
+        reduction = unit.issue_reduction(grads, joins=missing)
         self._in_flight.append(reduction)
         for tell in self.moments.issued:
             tell(unit, [reduction])
@@ -286,7 +284,7 @@ class BackwardPass:
             self._be_heard(unit)
         while self._in_flight:
             reduction = self._in_flight.popleft()
-            if not is_unordered(reduction.grads.state.transport):
+            if reduction.grads.state.transport.is_ordered:
                 reduction.wait()
 
 
@@ -366,12 +364,12 @@ def _join_peers(ending: list[BackwardPass]) -> None:
         if wire.depth > wires.count(wire):
             continue  # an outer backward goes on, on the same transport
         position = Position(wire.step, "backward", "")
-        while buckets := missing_of(wire.transport, position):
-            for bucket in buckets:
-                grads: BucketGrads | None = bucket.private["grads"]()
+        while missing := wire.transport.missing(position):
+            for one in missing:
+                grads = carried_in(one.bucket)
                 if grads is None:
                     raise DivergenceError(
-                        f"{bucket.name}: another rank reduces gradients of this unit, which this "
-                        "rank has deleted; keep the same models on all ranks"
+                        f"{one.bucket.name}: another rank reduces gradients of this unit, which "
+                        "this rank has deleted; keep the same models on all ranks"
                     )
-                ending[0].join(grads)
+                ending[0].join(grads, one)

@@ -47,7 +47,7 @@ class BucketState:
     has registered itself (`register_kind`) and `takes` them.
     """
 
-    transports: tuple[str, ...] = ()  # that can move this kind; none named: all can
+    needs: tuple[str, ...] = ()  # capabilities of a transport that can move this kind
 
     @classmethod
     def takes(cls, tensor: torch.Tensor, name: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.choose import open_transport
+from shardwise.comm.choose import ANYWHERE, open_transport
 from shardwise.comm.transport import Axis, Transport
 from shardwise.engine.core.bucket import BucketState, kind_of, own_part
 from shardwise.engine.core.home import Home
@@ -79,8 +79,8 @@ class Plan:
 
     def for_kind(self, kind: type[BucketState]) -> Plan:
         """The same over a transport that can move buckets of this kind."""
-        can = not kind.transports or self.transport.name in kind.transports
-        return self if can else self.on_transport(kind.transports[0])
+        can = all(getattr(self.transport, need) for need in kind.needs)
+        return self if can else self.on_transport(ANYWHERE)
 
     def on_transport(self, name: str) -> Plan:
         """The same on another transport."""

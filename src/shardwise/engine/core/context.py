@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_compat import graph_task
 from shardwise.comm.phases import Entered, Wire, abandon_phases, enter_all, leave_all
-from shardwise.comm.transport import WITHOUT_GRADIENTS, is_unordered
+from shardwise.comm.transport import WITHOUT_GRADIENTS
 from shardwise.engine.core.backward import BackwardPass, end_now
 from shardwise.engine.core.copy import WISH
 from shardwise.engine.core.gradients import BucketGrads
@@ -159,7 +159,7 @@ class Context:
             if unit.transports
             and unit.copy.needs_gather
             and (unit.keeps_between_steps or unit.is_kept_by_wish)
-            and (not has_grad or is_unordered(unit.transport))  # else all ranks run the same
+            and not (has_grad and unit.transport.is_ordered)  # else all ranks run the same
         ]
         for unit in missing:
             unit.unshard()

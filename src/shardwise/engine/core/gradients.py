@@ -21,7 +21,7 @@ from operator import attrgetter, is_
 import torch
 
 from shardwise._torch_compat import unflatten
-from shardwise.comm.transport import GradBuffer, Handle
+from shardwise.comm.transport import Bucket, GradBuffer, Handle, Missing
 from shardwise.engine.core.arrivals import Arrivals
 from shardwise.engine.core.bucket import BucketState
 from shardwise.engine.core.route import Scale
@@ -40,6 +40,16 @@ def plain(grad: torch.Tensor) -> torch.Tensor:
     """
     grad = grad if grad.layout is torch.strided else grad.to_dense()
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
+
+
+# Whose gradients a transport's bucket carries; neither keeps the other.
+_CARRIED: weakref.WeakKeyDictionary[Bucket, weakref.ref[BucketGrads]] = weakref.WeakKeyDictionary()
+
+
+def carried_in(bucket: Bucket) -> BucketGrads | None:
+    """None once their unit has gone."""
+    ref = _CARRIED.get(bucket)
+    return None if ref is None else ref()
 
 
 class BucketGrads:
@@ -62,6 +72,9 @@ class BucketGrads:
         self._position: dict[int, int] = {}
         self._awaited = 0  # mask of the parameters in the layout
         self.receivers: Receivers | None = None  # of this rank's parts of the sum
+
+    def carry_in(self, bucket: Bucket) -> None:
+        _CARRIED[bucket] = weakref.ref(self)
 
     # -- collecting ------------------------------------------------------------------------------
     def trainable_layout(self) -> ReduceLayout:
@@ -96,12 +109,12 @@ class BucketGrads:
             self._awaited = sum(1 << i for i in self.layout.indices)
         return self.layout
 
-    def open(self, scale: Scale, *, joins: bool = False) -> None:
+    def open(self, scale: Scale, *, joins: Missing | None = None) -> None:
         """Start a reduction and move partial gradients into it. One that peers have and this rank
         `joins` is about the parameters that it is about there.
         """
         assert self.state.bucket is not None
-        there = self.state.bucket.private.get("members_there") if joins else None
+        there = None if joins is None else joins.indices
         if there is None:
             layout = self.trainable_layout()
         else:
@@ -199,7 +212,7 @@ class BucketGrads:
         self.tally.clear()
 
     # -- reducing --------------------------------------------------------------------------------
-    def issue(self, scale: Scale, all_reduce: bool, *, joins: bool = False) -> Reduction:
+    def issue(self, scale: Scale, all_reduce: bool, *, joins: Missing | None = None) -> Reduction:
         """Issue the reduction of what was collected (zeros where nothing arrived)."""
         buffer, out, layout, had = self.take(scale, joins=joins)
         assert self.state.bucket is not None
@@ -210,14 +223,14 @@ class BucketGrads:
         return reduction
 
     def take(
-        self, scale: Scale, *, joins: bool
+        self, scale: Scale, *, joins: Missing | None
     ) -> tuple[GradBuffer, torch.Tensor, ReduceLayout, tuple[bool, ...]]:
         """What was collected, for a reduction that is issued now: gradients, where the sum goes,
         their layout, which are there. `joins`: peers have some, this rank has nothing.
         """
         tally = self.tally
         if self.buffer is None:
-            tally.repeated += bool(tally.issued) and not joins
+            tally.repeated += bool(tally.issued) and joins is None
             self.open(scale, joins=joins)
         buffer, out, layout = self.buffer, self.out, self.layout
         assert buffer is not None and out is not None and layout is not None

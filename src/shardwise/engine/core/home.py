@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.transport import DONE, Bucket, Handle, Transport, is_unordered
+from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.layout import BucketLayout, ReduceLayout, home_layout, home_reduce
 
@@ -55,7 +55,7 @@ class Home:
     def allocate(self, device: torch.device, middle: torch.Tensor) -> Bucket:
         """The home buffer; `middle` is the shard buffer that it fills."""
         self.bucket = self.transport.attach(f"{self.name}/home", self.layout, device)
-        self.bucket.private["follows"] = True  # whoever reduces the shard reduces this, see mailbox
+        self.bucket.follows = True  # whoever reduces the shard reduces this
         if not self.layout.chunk_numel:  # other shards have rows; all ranks see a move alike
             self.bucket.buffer = self.bucket.buffer.new_zeros(1)
         # One object for good: transports keep their plans by it.
@@ -125,6 +125,6 @@ def bring_up_to_date(units: Iterable[Unit]) -> None:
     for unit in units:
         unit.fill_middles()
         filled |= dict.fromkeys(b.transport for b in unit.buckets if b.home is not None)
-    for transport, one_sided in [(t, is_unordered(t)) for t in filled]:
+    for transport, one_sided in [(t, t.reads_at_any_time) for t in filled]:
         if one_sided:
             transport.agree([False])

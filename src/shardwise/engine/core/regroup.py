@@ -18,9 +18,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch_compat import unflattened_mesh
-from shardwise.comm.choose import open_transport
+from shardwise.comm.choose import ANYWHERE, open_transport
 from shardwise.comm.phases import Wire
-from shardwise.comm.transport import Bucket, Handle, Transport, is_unordered
+from shardwise.comm.transport import Bucket, Handle, Transport
 from shardwise.engine.core.bucket import BucketState
 from shardwise.engine.core.parameter import ShardedParam, make_parameter
 from shardwise.engine.mesh.axes import ShardMesh, roles_of
@@ -68,7 +68,7 @@ class Regrouped:
         self._parts = [
             _regroup(b, world, open_on) for b in buckets if b.regroups and b.layout.world > world
         ]
-        ordered = [part for part in self._parts if not is_unordered(part.state.transport)]
+        ordered = [part for part in self._parts if part.state.transport.is_ordered]
         self._gathered = ordered  # in the group; the others from their shards
         self.wires = list(dict.fromkeys(Wire.of(part.transport) for part in ordered))
 
@@ -102,8 +102,8 @@ class Regrouped:
 def _regroup(state: BucketState, world: int, open_on: Callable[[ShardMesh], Transport]) -> _Part:
     """The smaller-world bucket of a bucket."""
     mesh = grouped_mesh(state.mesh, world)
-    if is_unordered(state.transport):  # ranks come here by themselves: nothing that others share
-        transport = open_transport("c10d", mesh.shard, mesh.replicate, mesh.device)
+    if not state.transport.is_ordered:  # ranks come here by themselves: nothing that others share
+        transport = open_transport(ANYWHERE, mesh.shard, mesh.replicate, mesh.device)
     else:
         transport = open_on(mesh)
     layout = layout_bucket(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.comm.transport import Missing
+
 if TYPE_CHECKING:
     from shardwise.engine.core.bucket import BucketState
     from shardwise.engine.core.gradients import BucketGrads, Reduction
@@ -85,7 +87,7 @@ class Route:
         """A full gradient is to be added up on this rank."""
         grads.accumulate(index, grad)
 
-    def issue(self, unit: UnitGradients, grads: BucketGrads, *, joins: bool) -> Reduction:
+    def issue(self, unit: UnitGradients, grads: BucketGrads, *, joins: Missing | None) -> Reduction:
         """Reduce what a bucket has collected; `joins`: peers have some, this rank has nothing."""
         scale = unit.context.weight.scale(unit, grads.state)
         return grads.issue(scale, unit.requires_all_reduce, joins=joins)

@@ -28,9 +28,10 @@ from shardwise._torch_compat import (
     graph_task,
     outside_transforms,
 )
+from shardwise.comm.choose import ANYWHERE
 from shardwise.comm.phases import Wire, phase_on
 from shardwise.comm.streams import Streams
-from shardwise.comm.transport import Handle, Transport, is_unordered
+from shardwise.comm.transport import Handle, Transport
 from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_tie
 from shardwise.engine.core.copy import BACKWARD, CLEAN, GRAPH, PASS, USE, USER, WISH, FullCopy
 from shardwise.engine.core.gradients import BucketGrads
@@ -124,11 +125,13 @@ class Unit(UnitGradients):
         self._find_wires()
 
     def _tell_transport(self) -> None:
-        """Leave word on transport buckets whose gradients they carry, and by whose collectives."""
+        """Tell by whose collectives buckets are moved, and remember whose gradients they carry."""
         for grads in self.grads:
-            if grads.state.bucket is not None:
-                grads.state.bucket.private["grads"] = weakref.ref(grads)
-                grads.state.bucket.private.update(self.custom_comms)
+            bucket = grads.state.bucket
+            if bucket is not None:
+                grads.carry_in(bucket)
+                for kind, comm in self.custom_comms.items():
+                    bucket.use_collective(kind, comm)
 
     def _find_wires(self) -> None:
         """The wires that this unit's collectives go over, the transports of its gathers, and the
@@ -158,7 +161,7 @@ class Unit(UnitGradients):
         """
         self.prefetch, self.gather_limit = enabled, gather_limit
         wanted = self.streams.is_async if enabled is None else enabled
-        self.overlaps = wanted and not is_unordered(self.transport)
+        self.overlaps = wanted and self.transport.is_ordered
 
     @property
     def full_bytes(self) -> int:
@@ -295,9 +298,9 @@ class Unit(UnitGradients):
             self.refresh(check_ties=check_ties)
 
     def use_custom_comm(self, kind: str, comm: Any) -> None:
-        """Gathers or reductions of this unit go through the user's collective, on c10d."""
-        if self.transport.name != "c10d":
-            self.plan = self.plan.on_transport("c10d")
+        """Gathers or reductions of this unit go through the user's collective."""
+        if not self.transport.takes_custom_collectives:
+            self.plan = self.plan.on_transport(ANYWHERE)
             self.transport = self.plan.transport
             self.set_prefetch(self.prefetch, self.gather_limit)
             self.reshard()

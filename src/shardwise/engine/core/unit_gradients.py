@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.comm.phases import Wire, phase_on
+from shardwise.comm.transport import Missing
 from shardwise.engine.core.gradients import BucketGrads, Reduction
 from shardwise.engine.core.route import Route
 
@@ -113,7 +114,7 @@ class UnitGradients:
         """Reduce every trainable bucket."""
         return [self.issue_reduction(g) for g in self.grads if g.trainable_layout().indices]
 
-    def issue_reduction(self, grads: BucketGrads, *, joins: bool = False) -> Reduction:
+    def issue_reduction(self, grads: BucketGrads, *, joins: Missing | None = None) -> Reduction:
         if not self.streams.is_async:
             return self.route.issue(self, grads, joins=joins)
         with self.streams.lane("reduce"):

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -23,13 +22,14 @@ from shardwise._torch_compat import (
     post_accumulate_hooks,
     tensor_hooks,
 )
-from shardwise.comm.board import Told
+from shardwise.comm.exchange import broadcast, gather_tensors
 from shardwise.comm.transport import Axis
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.subclasses import inner_tensors
 
 log = logging.getLogger("shardwise")
 
+_COMPARED = "the weights of all ranks, to compare them"
 _UNFILLED = "_shardwise_unfilled"
 _TOLD = "_shardwise_told"
 _INT_SENTINEL = -86  # what an unfilled integer buffer is set to; floats are set to NaN
@@ -55,16 +55,14 @@ def synchronize(named: list[tuple[str, torch.Tensor]], mesh: ShardMesh) -> None:
         return
     for axis in (mesh.shard, mesh.replicate):
         if axis.size > 1:
-            with Told("the weights of all ranks, to compare them"):
-                _synchronize_over(tensors, axis, mesh.device)
+            _synchronize_over(tensors, axis, mesh.device)
 
 
 def _synchronize_over(
     tensors: list[tuple[str, torch.Tensor]], axis: Axis, device: torch.device
 ) -> None:
     sums = torch.stack([checksum(t) for _, t in tensors]).to(device)
-    everybody = [torch.empty_like(sums) for _ in range(axis.size)]
-    dist.all_gather(everybody, sums, group=axis.group)
+    everybody = gather_tensors(sums, axis.group, _COMPARED)
     differs = torch.stack([s != everybody[0] for s in everybody]).any(0).any(-1).tolist()
     different = [pair for pair, d in zip(tensors, differs, strict=True) if d]
     if not different:
@@ -79,7 +77,7 @@ def _synchronize_over(
     )
     for _, t in different:
         moved = t.to(device).contiguous()
-        dist.broadcast(moved, src=axis.ranks[0], group=axis.group)
+        broadcast(moved, axis.group, _COMPARED)
         t.copy_(moved)
 
 

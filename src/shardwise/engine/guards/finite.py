@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_norm
-from shardwise.comm.board import wait_for
+from shardwise.comm.exchange import groups_of_mesh, max_over
 from shardwise.engine.core.state import units_in
 from shardwise.errors import NonFiniteError
 
@@ -149,8 +149,5 @@ def _all_finite(locals_: list[torch.Tensor]) -> bool:
 def _over_mesh(flags: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The largest of every entry over all ranks of a mesh."""
     flags = flags.to(mesh.device_type)
-    for dim in range(mesh.ndim):
-        if mesh.size(dim) > 1:
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, mesh.get_group(dim), async_op=True)
-            wait_for(work, "all_reduce of which gradients are not finite")
+    max_over(flags, groups_of_mesh(mesh), "all_reduce of which gradients are not finite")
     return flags.cpu()

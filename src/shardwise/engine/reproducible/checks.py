@@ -14,8 +14,7 @@ import torch
 import torch.nn as nn
 
 from shardwise._torch_compat import post_accumulate_hooks, tensor_hooks
-from shardwise.comm.board import gather_objects
-from shardwise.comm.tree_sum import TreeTransport
+from shardwise.comm.exchange import gather_objects
 from shardwise.engine.core.route import USUAL
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.reproducible.order import SumOrder
@@ -104,15 +103,13 @@ def _buckets(unit: Unit) -> Iterator[str]:
                 f"{bucket.params[0].name}: is on another mesh than the rest of unit {unit.name!r}, "
                 "so its gradients are sums over other ranks; use one mesh"
             )
-        if not isinstance(bucket.transport, TreeTransport):
+        if not bucket.transport.sums_in_tree:
             yield (
                 f"unit {unit.name!r}: transport {bucket.transport.name!r} cannot sum in tree "
                 "order; use 'c10d' or 'shared_memory'"
             )
-        private = bucket.bucket.private if bucket.bucket is not None else {}
-        for kind in ("all_gather", "reduce_scatter"):
-            if kind in private:
-                yield f"unit {unit.name!r}: set_custom_{kind}: sums go through the transport here"
+        for kind in unit.custom_comms:
+            yield f"unit {unit.name!r}: set_custom_{kind}: sums go through the transport here"
         dtype = bucket.layout.reduce_dtype
         if dtype not in (torch.float32, torch.float64) and bucket.params:
             yield (

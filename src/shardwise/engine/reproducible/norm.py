@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.board import all_reduce
+from shardwise.comm.exchange import max_over, sum_over
 from shardwise.comm.transport import Axis
 from shardwise.engine.core.parameter import ShardedParam
 
@@ -79,9 +78,8 @@ def ordered_norm(rows: Sequence[Rows], norm_type: float) -> torch.Tensor:
 def _combine(vectors: dict[tuple[Axis, ...], torch.Tensor], norm_type: float) -> torch.Tensor:
     largest = math.isinf(norm_type)
     for axes, vector in vectors.items():
-        for axis in axes:
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            all_reduce(vector, op, axis.group, "all_reduce of the gradient norm")
+        over = max_over if largest else sum_over
+        over(vector, [axis.group for axis in axes], "all_reduce of the gradient norm")
     device = next(iter(vectors.values())).device
     # At most one of them has a number at each place, so this adds nothing but zeros.
     rows = functools.reduce(torch.add, (v.to(device) for v in vectors.values()))

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.tree_sum import TreeSum, TreeTransport
+from shardwise.comm.transport import Missing
+from shardwise.comm.tree_sum import TreeSum, sums_in_tree
 from shardwise.engine.core.bucket import BucketState
 from shardwise.engine.core.gradients import BucketGrads, Reduction
 from shardwise.engine.core.parameter import ShardedParam
@@ -114,7 +115,9 @@ class SumOrder(Route):
     def holds_sums(self, unit: UnitGradients) -> bool:
         return self.is_last and any(grads in self._trees for grads in unit.grads)
 
-    def issue(self, unit: UnitGradients, grads: BucketGrads, *, joins: bool) -> OrderedReduction:
+    def issue(
+        self, unit: UnitGradients, grads: BucketGrads, *, joins: Missing | None
+    ) -> OrderedReduction:
         """The reduction of what a bucket collected in this round."""
         state = grads.state
         self.admit(grads)
@@ -134,7 +137,7 @@ class SumOrder(Route):
         # A spare pass says nothing about who has a gradient: the counts do.
         had = tuple(has and self.leaf is not None for has in had)
         transport = state.transport
-        assert isinstance(transport, TreeTransport), "checked when the run began"
+        assert sums_in_tree(transport), "checked when the run began"
         handle = transport.collect(state.bucket, buffer, out, tree, self.leaves(state))
         reduction = OrderedReduction(grads, handle, out, layout, had, self.is_last)
         reduction.tree, reduction.num_leaves = tree, self.schedule.num_micro_batches
@@ -182,8 +185,9 @@ class OrderedReduction(Reduction):
     def start_all_reduce(self) -> None:
         state = self.grads.state
         assert state.bucket is not None and self.tree is not None
-        assert isinstance(state.transport, TreeTransport)
-        self.over_replicas = state.transport.complete(state.bucket, self.tree)
+        transport = state.transport
+        assert sums_in_tree(transport)
+        self.over_replicas = transport.complete(state.bucket, self.tree)
 
     def finish(self, *, run_hooks: bool = True) -> None:
         self.advance()

@@ -29,10 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 
-from shardwise.comm.board import all_reduce
+from shardwise.comm.exchange import groups_of, sum_over
 from shardwise.engine.core.route import USUAL
 from shardwise.engine.core.state import sharded_units
 from shardwise.engine.reproducible.checks import check_run, written_buffers
@@ -185,9 +184,7 @@ class ReproducibleRun:
         for index, row in rows.items():
             table[index] = torch.tensor(row, dtype=torch.float64)
         table = table.to(mesh.device)
-        for axis in (mesh.shard, mesh.replicate):
-            if axis.size > 1:
-                all_reduce(table, dist.ReduceOp.SUM, axis.group, "logged values of a step")
+        sum_over(table, groups_of(mesh.shard, mesh.replicate), "logged values of a step")
         return table.cpu()
 
 

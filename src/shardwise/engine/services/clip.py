@@ -7,13 +7,12 @@ import math
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import foreach_mul_, foreach_norm
-from shardwise.comm.board import all_reduce
+from shardwise.comm.exchange import groups_of_mesh, max_over, sum_over
 from shardwise.engine.core.state import sharded_units, units_in
 from shardwise.engine.guards.finite import check_norm
 from shardwise.engine.mesh.spread import cuts_dim
@@ -131,10 +130,8 @@ def _total_norm(groups: dict[Layout, list[torch.Tensor]], norm_type: float) -> t
         part = _local_power(locals_, norm_type, device)
         if layout is not None:
             mesh, dims = layout
-            for dim in dims:
-                if mesh.size(dim) > 1:
-                    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-                    all_reduce(part, op, mesh.get_group(dim), "all_reduce of the gradient norm")
+            over = max_over if largest else sum_over
+            over(part, groups_of_mesh(mesh, dims), "all_reduce of the gradient norm")
         parts.append(part.to(groups[next(iter(groups))][0].device))
     stacked = torch.stack(parts)
     return stacked.max() if largest else stacked.sum() ** (1.0 / norm_type)

@@ -18,10 +18,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise._torch_compat import at_end_of_backward, graph_task
-from shardwise.comm.board import wait_for
+from shardwise.comm.exchange import groups_of, sum_over
 from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
@@ -118,10 +117,8 @@ class Tokens:
             return
         mesh = context.units[0].mesh
         total = torch.tensor([self._num_tokens], dtype=torch.float64, device=mesh.device)
-        for axis in (mesh.shard, mesh.replicate):
-            if axis.size > 1:
-                work = dist.all_reduce(total, group=axis.group, async_op=True)
-                wait_for(work, "all_reduce of the number of tokens")
+        groups = groups_of(mesh.shard, mesh.replicate)
+        sum_over(total, groups, "all_reduce of the number of tokens")
         context.weight.count = max(total.item(), 1.0)
 
     def after_backward(self, context: Context) -> None:

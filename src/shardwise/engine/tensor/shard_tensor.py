@@ -30,7 +30,6 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch_compat import (
@@ -45,6 +44,7 @@ from shardwise._torch_compat import (
     spec_of,
     strided_shard,
 )
+from shardwise.comm.exchange import groups_of_mesh, max_over
 from shardwise.engine.mesh.spread import part_of
 from shardwise.engine.tensor import operators as rules
 from shardwise.engine.tensor import texts
@@ -670,9 +670,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     found = _local_or_self(found_inf)
     func([_local_or_self(g) for g in grads], found, _local_or_self(inv_scale))
     for mesh in dict.fromkeys(g.device_mesh for g in grads if isinstance(g, DTensor)):
-        for dim in range(mesh.ndim):
-            if mesh.size(dim) > 1:
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        max_over(found, groups_of_mesh(mesh), "all_reduce of whether gradients are finite")
     return True, None
 
 

@@ -28,28 +28,15 @@ Costs one write and one read of the store a phase.
 from __future__ import annotations
 
 import json
-import logging
 import time
 import zlib
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
-from shardwise.comm.board import (
-    STALL_S,
-    Board,
-    check_lives,
-    clear_whereabouts,
-    default_board,
-    explain,
-    post_whereabouts,
-    text_of,
-)
-from shardwise.comm.limits import wait_limit_s, warn_after_s
+from shardwise.comm.board import Board, default_board, text_of
 from shardwise.comm.transport import Axis, Position, how_to_differ, remark_on
+from shardwise.comm.waits import Wait, in_slices
 from shardwise.errors import DivergenceError, PeerTimeoutError
-
-logger = logging.getLogger(__name__)
 
 KEPT_PHASES = 16
 _KNOWN = 64  # ranks whose processes are looked up before anything went wrong
@@ -272,24 +259,9 @@ class OrderCheck:
         Raises DivergenceError once another rank is known to do something else, PeerTimeoutError
         when it is elsewhere, or at the limit.
         """
-        began, watch = time.monotonic(), _Watch(self, what, self._position)
-        slice_s = min(STALL_S, wait_limit_s())
-        while True:
-            try:
-                work.wait(timedelta(seconds=slice_s))
-                break
-            except RuntimeError as error:
-                waited = time.monotonic() - began
-                if waited < slice_s * 0.9 or work.is_completed():
-                    raise
-                try:
-                    watch.look(max(waited, STALL_S))
-                    self._check_elsewhere(what, waited)
-                except (DivergenceError, PeerTimeoutError) as found:
-                    raise found from error
-        watch.over()
+        in_slices(work, lambda: _Watch(self, what, self._position, is_issued=True))
 
-    def _check_elsewhere(self, what: str, waited_s: float) -> None:
+    def _check_elsewhere(self, what: str, text: str) -> None:
         """Raise when another rank stalls at something else, or has ended this phase."""
         for rank in self._ranks:
             if rank == self._rank:
@@ -300,9 +272,8 @@ class OrderCheck:
             ended = self._entry_of(rank)
             if ended is not None:
                 raise PeerTimeoutError(
-                    explain(what, self._position, waited_s)
-                    + f"\nrank {rank} has ended {ended[4]}, after {ended[2]} collectives, the last "
-                    f"one the {ended[3]}; {len(self._issued)} here. {_REMEDY}."
+                    f"{text}\nrank {rank} has ended {ended[4]}, after {ended[2]} collectives, the "
+                    f"last one the {ended[3]}; {len(self._issued)} here. {_REMEDY}."
                     + how_to_differ(self._position)
                 )
 
@@ -320,39 +291,24 @@ class OrderCheck:
             )
 
 
-class _Watch:
-    """One wait: told to the others after STALL_S, then logged, then an error."""
+class _Watch(Wait):
+    """A wait of which the others, who may wait in any of this rank's checks, learn everything."""
 
-    def __init__(self, check: OrderCheck, what: str, position: Position | None) -> None:
-        self._check, self._what, self._position = check, what, position
-        self._told, self._warn_at = False, warn_after_s()
+    remedy = _REMEDY
+
+    def __init__(
+        self, check: OrderCheck, what: str, position: Position | None, *, is_issued: bool = False
+    ) -> None:
+        super().__init__(what, position, check._ranks)
+        self._check, self._is_issued = check, is_issued
         self._has_said = False
-        self._look_at = min(STALL_S, wait_limit_s())
 
-    def look(self, waited_s: float) -> None:
-        if waited_s < self._look_at:
-            return
-        self._look_at = waited_s + STALL_S / 2
-        check = self._check
-        if not self._told:
-            self._told = True
-            post_whereabouts(check._board, f"{text_of(self._position)}, waits for {self._what}")
-        for each in list(check._board.in_phase):  # a peer may wait in any of them
+    def check(self, waited_s: float) -> None:
+        for each in list(self._check._board.in_phase):
             if not self._has_said:
                 each._say()
             each.check_trouble()
         self._has_said = True
-        check_lives(check._ranks, self._what)
-        if waited_s > wait_limit_s():
-            raise PeerTimeoutError(
-                explain(self._what, self._position, waited_s) + f"\n{_REMEDY}. If a rank may "
-                "really take longer, raise the limit: shardwise.set_wait_limit()."
-                + how_to_differ(self._position)
-            )
-        if waited_s > self._warn_at:
-            self._warn_at = waited_s * 2
-            logger.warning("%s", explain(self._what, self._position, waited_s))
-
-    def over(self) -> None:
-        if self._told:
-            clear_whereabouts(self._check._board)
+        super().check(waited_s)
+        if self._is_issued:
+            self._check._check_elsewhere(self._what, self.describe(waited_s))
