@@ -295,8 +295,8 @@ def test_nobody_reads_a_shard_before_a_slow_rank_has_filled_it(rank: int, world:
     model, plain = shard(make(Mlp), "shared_memory"), make(Mlp)
     x = batch(Mlp, 0, rank)
     if rank == 1:
-        for home in (h for u in units_in(model) for h in u.homes):
-            home.gather = functools.partial(late, home.gather)
+        for home in [b.home for u in units_in(model) for b in u.buckets if b.home is not None]:
+            home.fill = functools.partial(late, home.fill)
     for _ in range(3):
         with torch.no_grad():
             assert torch.equal(model(x), plain(x))
@@ -305,9 +305,9 @@ def test_nobody_reads_a_shard_before_a_slow_rank_has_filled_it(rank: int, world:
                     p.mul_(0.9)
 
 
-def late(gather: Callable[[], Any]) -> Any:
+def late(fill: Callable[[Any], Any], middle: Any) -> Any:
     time.sleep(0.2)
-    return gather()
+    return fill(middle)
 
 
 @on_ranks(4)

@@ -38,7 +38,7 @@ from shardwise.comm.exchange import gather_objects
 from shardwise.comm.transport import Bucket, Handle
 from shardwise.engine.core.bucket import BucketState, checked_local
 from shardwise.engine.core.parameter import ShardedParam
-from shardwise.engine.core.regroup import grouped_mesh
+from shardwise.engine.core.stages import grouped_mesh
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.mesh.spread import Spread
 from shardwise.errors import DivergenceError, EngineError

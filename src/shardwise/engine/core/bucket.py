@@ -23,12 +23,12 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch_compat import local_of, set_versions, storage_uses
+from shardwise._torch_compat import graph_task, local_of, set_versions, storage_uses
 from shardwise.comm.blocks import Blocks
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.core.guests import Guest, Left
-from shardwise.engine.core.home import Home
 from shardwise.engine.core.parameter import ShardedParam, Slot
+from shardwise.engine.core.stages import Home, Part, Stage
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.mesh.spread import Spread
 from shardwise.engine.tensor.shard_tensor import Mark, ShardTensor
@@ -82,14 +82,18 @@ class BucketState:
         self.pins_memory = self.offload and getattr(offload, "pin_memory", False)
         self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
         self.bucket: Bucket | None = None  # None while the parameters are on the meta device
-        self.home = home  # where the registered shards lie, if not in the bucket's own buffer
+        self.home = home  # where the registered shards lie, if not in the shard's buffer
+        middle = layout if home is None else middle_layout(layout)
+        shard = Stage(name, middle, transport, mesh.shard.rank)
+        self.stages = [shard] if home is None else [home, shard]  # the first one is registered
+        self.part: Part | None = None  # from a forward to its backward
         self.aliases = (
             layout.world == 1 and not layout.needs_cast and not self.offload and home is None
         )
         self._blocks = Blocks.of_process()
         self.num_forms = 0  # how often full or sharded forms were replaced
         self._holders: tuple[Holder, ...] | None = None  # None: parameters or places have changed
-        self.between: list[torch.Tensor] = []  # forms over a smaller world, see `regroup`
+        self.between: list[torch.Tensor] = []  # forms over a smaller world, see `stages`
         self.guests: list[Guest] = []  # in the place of parameters for one call
         self.left: list[Left] = []  # guests of calls that are over
         self._registered: tuple[torch.Tensor, ...] = ()  # what the registered shards show
@@ -108,24 +112,21 @@ class BucketState:
     def allocate(self) -> None:
         """Allocate the shard buffer, in memory that the transport can work with."""
         device = torch.device("cpu") if self.offload else self.mesh.device
-        if self.home is None:
-            self.bucket = registered = self.transport.attach(self.name, self.layout, device)
-        else:
-            layout = middle_layout(self.layout)
-            self.bucket = self.transport.attach(self.name, layout, self.mesh.device)
-            registered = self.home.allocate(device, self.bucket.buffer)
+        *_, shard = self.stages
+        self.bucket = shard.allocate(device if self.home is None else self.mesh.device)
+        registered = self.bucket if self.home is None else self.home.allocate(device)
         if self.pins_memory:
             registered.buffer = registered.buffer.pin_memory()
 
     @property
     def registered(self) -> Bucket | None:
         """What the registered shards are views of; None on the meta device."""
-        return self.bucket if self.home is None else self.home.bucket
+        return self.stages[0].bucket
 
     @property
     def own_rank(self) -> int:
         """This rank's place among those that share what it has registered."""
-        return self.mesh.shard.rank if self.home is None else self.home.rank
+        return self.stages[0].rank
 
     def shard_for(self, index: int, origin: torch.Tensor) -> torch.Tensor:
         """This rank's part of `origin`, which is whole or sharded alike already, in its place."""
@@ -143,15 +144,7 @@ class BucketState:
 
     def local_view(self, index: int) -> torch.Tensor:
         """This rank's part of a parameter, as a view into the buffer of the registered."""
-        registered = self.registered
-        assert registered is not None
-        layout, rank = registered.layout, self.own_rank
-        p, at = layout.params[index], layout.shard_offsets(rank)[index]
-        return own_storage(self.typed(p.part_in(registered.buffer, at, rank)))
-
-    def typed(self, part: torch.Tensor) -> torch.Tensor:
-        """A part of a buffer as the parameters are: what lies in buffers is real."""
-        return torch.view_as_complex(part) if self.layout.is_complex else part
+        return own_storage(self.stages[0].rows(index))
 
     @torch.inference_mode(False)
     def make_full(self) -> None:
@@ -171,7 +164,7 @@ class BucketState:
         for p, param in zip(layout.params, self.params, strict=True):
             full, at = empty.new_empty(0), start + p.full_offset
             shape = torch.Size(p.spec.shape)
-            if layout.is_complex:  # not by `typed`: no full parameter is a view of another tensor
+            if layout.is_complex:  # not by a view: no full parameter is a view of another tensor
                 full, at = full.new_empty(0, dtype=layout.gather_dtype.to_complex()), at // 2
                 shape = shape[:-1]
             full.set_(self.storage, at, shape, torch.empty(shape, device="meta").stride())
@@ -191,19 +184,35 @@ class BucketState:
             self.set_gathered_versions()
             return DONE
         self.open_storage()
-        shard = self.bucket.buffer
-        if self.offload and self.home is None:
-            shard = shard.to(self.mesh.device, non_blocking=True)
         self._uses_before_gather = storage_uses(self.storage)
-        if torch.is_inference_mode_enabled():
-            # Transports keep views from their first gather; made in inference mode they were of no
-            # use outside of it.
-            with torch.inference_mode(False):
-                handle = self.transport.gather(self.bucket, shard, self.out)
-        else:
-            handle = self.transport.gather(self.bucket, shard, self.out)
+        stage, part = self.stages[-1], self.part
+        if part is not None and part.is_kept and part.serves and graph_task() is not None:
+            stage = part
+        handle = stage.gather(self.out)
         self.set_gathered_versions()
         return handle
+
+    def fill_middle(self, version: int) -> None:
+        """Bring the shard up to date from the replicas that share it out."""
+        if self.home is not None:
+            middle = self.stages[-1]
+            self.home.fill(middle).wait()
+            middle.version = version
+
+    def keep_part(self, world: int, open_on: Callable[[ShardMesh], Transport]) -> bool:
+        """Keep a part over a smaller world; True when that made a stage of its own."""
+        if not self.regroups or self.layout.world <= world:
+            return False
+        is_new = self.part is None
+        if self.part is None:
+            self.part = Part(self, world, open_on)
+            self.between = [p.between for p in self.params if p.between is not None]
+        self.part.keep(self.params)
+        return is_new
+
+    def drop_part(self) -> None:
+        if self.part is not None:
+            self.part.is_kept = False
 
     def open_storage(self) -> None:
         """Memory for the full parameters; what is in it is undefined until a gather fills it."""

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from shardwise.comm.choose import ANYWHERE, open_transport
 from shardwise.comm.transport import Axis, Transport
 from shardwise.engine.core.bucket import BucketState, kind_of, own_part
-from shardwise.engine.core.home import Home
 from shardwise.engine.core.parameter import Belongings, ShardedParam, Slot, home_of
+from shardwise.engine.core.stages import Home
 from shardwise.engine.mesh.axes import ShardMesh, no_axis
 from shardwise.engine.mesh.placing import Place
 from shardwise.engine.mesh.spread import Spread, spread_of

@@ -28,9 +28,9 @@ from shardwise.engine.core.backward import BackwardPass, end_now
 from shardwise.engine.core.copy import WISH
 from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import end_of_call
-from shardwise.engine.core.home import bring_up_to_date
 from shardwise.engine.core.moments import Moments
 from shardwise.engine.core.route import Weight
+from shardwise.engine.core.stages import bring_up_to_date
 from shardwise.engine.core.unit import Unit
 from shardwise.errors import EngineError
 
@@ -124,7 +124,7 @@ class Context:
             self._enter("forward" if has_grad else WITHOUT_GRADIENTS, name)
             # Before its first pass nobody holds a copy.
             first = not (self.has_run or self.may_hold)
-            self.agree_on_stale_copies([u for u in self.units if not first or u.homes])
+            self.agree_on_stale_copies([u for u in self.units if not first or u.middles])
             self.may_hold |= not has_grad
         self.has_run = True
         for tell in self.moments.before_forward:
@@ -193,7 +193,7 @@ class Context:
         """What lives between steps is gathered again when any rank wrote to its shards: full copies
         at their next use, shards that replicas share out (`home`) at once.
         """
-        kept = [u for u in units if u.transports and (u.keeps_between_steps or u.homes)]
+        kept = [u for u in units if u.transports and (u.keeps_between_steps or u.middles)]
         if self.may_hold:
             kept = [u for u in units if u.transports and (u in kept or u.may_be_kept)]
         if not kept:
@@ -208,7 +208,7 @@ class Context:
             agreed = transport.agree([u.copy.is_stale for u in units])
             for unit, stale in zip(units, agreed, strict=True):
                 unit.copy.is_stale = stale
-        bring_up_to_date(u for u in kept if u.copy.is_stale and u.homes)
+        bring_up_to_date(u for u in kept if u.copy.is_stale and u.middles)
 
     # -- phases ----------------------------------------------------------------------------------
     def _enter(self, phase: str, name: str) -> None:

@@ -126,7 +126,7 @@ class ShardedParam:
         self.full: nn.Parameter = None  # type: ignore[assignment]  # set by the bucket
         self.belongings: Belongings | None = None  # set by the first `make_sharded`
         self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
-        self.between: nn.Parameter | None = None  # over a smaller world, see `regroup`
+        self.between: nn.Parameter | None = None  # over a smaller world, see `stages`
         self._place = 0  # where its part lies, since it was laid out
         self.partial: torch.Tensor | None = None
         self.partial_grad: ShardTensor | None = None

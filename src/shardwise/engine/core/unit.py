@@ -36,10 +36,9 @@ from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_t
 from shardwise.engine.core.copy import BACKWARD, CLEAN, GRAPH, PASS, USE, USER, WISH, FullCopy
 from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import guests_of, take_back
-from shardwise.engine.core.home import Home
 from shardwise.engine.core.parameter import ShardedParam, Slot
-from shardwise.engine.core.regroup import Regrouped
 from shardwise.engine.core.route import USUAL, Route
+from shardwise.engine.core.stages import Stage
 from shardwise.engine.core.unit_gradients import UnitGradients, settle_by
 from shardwise.engine.tensor.shard_tensor import Mark
 from shardwise.errors import EngineError
@@ -80,7 +79,6 @@ class Unit(UnitGradients):
         self.num_modules = num_modules
         self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
-        self._regrouped: Regrouped | None = None
         self.custom_comms: dict[str, Any] = {}  # the user's "all_gather", "reduce_scatter"
         self._build(found)
         self.context: Context  # set when a context takes the unit in
@@ -135,18 +133,17 @@ class Unit(UnitGradients):
 
     def _find_wires(self) -> None:
         """The wires that this unit's collectives go over, the transports of its gathers, and the
-        homes of buckets whose shards replicas share out.
+        shards that replicas share out.
         """
-        self.homes: list[Home] = [b.home for b in self.buckets if b.home is not None]
+        self.middles: list[Stage] = [b.stages[-1] for b in self.buckets if b.home is not None]
         self.transports: list[Transport] = list(
             dict.fromkeys(
                 b.transport for b in self.buckets if b.layout.world > 1 or b.home is not None
             )
         )
-        wires = [Wire.of(b.transport) for b in self.buckets] or [Wire.of(self.transport)]
-        wires += [Wire.of(home.transport) for home in self.homes]
-        if self._regrouped is not None:
-            wires += self._regrouped.wires
+        stages = [stage for b in self.buckets for stage in reversed(b.stages)]
+        stages += [b.part for b in self.buckets if b.part is not None and b.part.serves]
+        wires = [Wire.of(stage.transport) for stage in stages] or [Wire.of(self.transport)]
         self.wires: list[Wire] = list(dict.fromkeys(wires))
 
     @property
@@ -204,7 +201,7 @@ class Unit(UnitGradients):
         is_kept = self.keeps_between_steps or self.may_be_kept
         if is_kept and not (self.copy.is_there and self.copy.is_current):
             return True
-        return any(home.gathered_at != self.mark.count for home in self.homes)
+        return any(middle.version != self.mark.count for middle in self.middles)
 
     def is_registered(self) -> bool:
         """True when the modules hold this unit's parameters, in whatever form."""
@@ -256,7 +253,6 @@ class Unit(UnitGradients):
         self.route.failed()  # what it has collected does not fit the new layout
         self.mark.count += 1
         self.mark.moved = False
-        self._regrouped = None
         before = [(param.full, param.sharded) for param in self.params]
         guests = [guest for bucket in self.buckets for guest in bucket.guests]
         self._build(found)
@@ -372,16 +368,11 @@ class Unit(UnitGradients):
             outside_transforms(self._fill_middles)
 
     def _fill_middles(self) -> None:
-        for home in self.homes:
-            home.gather().wait()
-            home.gathered_at = self.mark.count
+        for bucket in self.buckets:
+            bucket.fill_middle(self.mark.count)
 
     def _gather(self) -> list[Handle]:
-        regrouped = self._regrouped
-        if regrouped is None or not regrouped.is_kept or graph_task() is None:
-            return list(map(_gather, self.buckets))
-        rest = [b for b in self.buckets if not regrouped.holds(b)]
-        return regrouped.gather() + [b.gather() for b in rest]
+        return list(map(_gather, self.buckets))
 
     def _make_usable(self) -> None:
         """Gathered, complete, and registered."""
@@ -426,7 +417,7 @@ class Unit(UnitGradients):
         self.was_unsharded = True
         self.context.may_hold = self.context.keeps_some = True
         with phase_on(self.wires, "unshard", self.name):
-            if self.homes and graph_task() is None:  # a backward uses the values of its forward
+            if self.middles and graph_task() is None:  # a backward uses the values of its forward
                 self.context.agree_on_stale_copies([self])
             self.unshard()
 
@@ -501,15 +492,21 @@ class Unit(UnitGradients):
 
     def _regroup(self) -> None:
         """Keep shards over a smaller world until the backward."""
-        if self._regrouped is None:
-            self._regrouped = Regrouped(self.buckets, self.strategy.forward_world, self.plan.open)
+        world, open_on = self.strategy.forward_world, self.plan.open
+        made = [bucket.keep_part(world, open_on) for bucket in self.buckets]
+        if any(made):
             self._find_wires()
-        self._regrouped.keep()
         self.reshard()
-        self._regrouped.register()
+        for bucket in self.buckets:
+            bucket.register_between()
         self.copy.shows_shards = False
         for tell in self.copy.when_shown:
             tell()
+
+    def _drop_parts(self) -> None:
+        if self.strategy.forward_world:
+            for bucket in self.buckets:
+                bucket.drop_part()
 
     def _check_unwritten(self) -> None:
         """What somebody wrote into a gathered copy is lost with it: say so while it is there."""
@@ -547,8 +544,7 @@ class Unit(UnitGradients):
         if copy.shows_shards and not copy.is_there:
             return  # it is at rest already
         self._check_unwritten()
-        if self._regrouped is not None:
-            self._regrouped.is_kept = False
+        self._drop_parts()
         if self.keeps_between_steps:
             copy.show_shards()
         elif self.reshard_after_backward:
@@ -571,8 +567,7 @@ class Unit(UnitGradients):
 
     def show_shards(self, *, keep: bool = False) -> None:
         """Behind an exception, whatever was to follow."""
-        if self._regrouped is not None:
-            self._regrouped.is_kept = False
+        self._drop_parts()
         if self.keeps_between_steps or (keep and self.is_kept_by_wish):
             self.copy.holds &= CLEAN | WISH | USER
             self.copy.show_shards()
