@@ -128,8 +128,8 @@ class Halved(Route):
 
     is_usual = False
 
-    def take(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
-        super().take(unit, grads, index, grad * 0.5 if unit.requires_sync else grad)
+    def put(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
+        super().put(unit, grads, index, grad * 0.5)
 
     def accumulate(
         self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor

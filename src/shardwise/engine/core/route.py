@@ -79,6 +79,10 @@ class Route:
             return
         if grads.buffer is None:
             grads.open(unit.context.weight.scale(unit, grads.state))
+        self.put(unit, grads, index, grad)
+
+    def put(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
+        """A full gradient is to go into the reduction that is open."""
         grads.put(index, grad)
 
     def accumulate(

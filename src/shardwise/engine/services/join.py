@@ -51,12 +51,7 @@ class _Shares(Route):
         self._share = share
         self.counts = bool(share)
 
-    def take(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
-        if not unit.requires_sync:
-            self.accumulate(unit, grads, index, grad)
-            return
-        if grads.buffer is None:
-            grads.open(unit.context.weight.scale(unit, grads.state))
+    def put(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
         if self.counts:
             grads.put(index, self._weighted(unit, grad))
         else:
