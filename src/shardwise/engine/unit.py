@@ -110,7 +110,8 @@ class Unit(UnitGradients):
         self.is_stale = False  # ... but somebody wrote to the shards since
         self.gathered_at = -1
         self.is_unsharded = False  # by the user, until it is resharded or its backward is over
-        self.was_unsharded = False  # ... on all ranks alike: since the last backward
+        # ... on all ranks alike: since the last backward; the same, and still so on all of them
+        self.was_unsharded = self.is_unsharded_everywhere = False
         self.in_double_backward = False
         self.hides_outputs = False  # no hook reaches the last forward's tensors: stays gathered
         self._handles: Sequence[Handle] = ()
@@ -211,8 +212,18 @@ class Unit(UnitGradients):
 
     @property
     def serves_alone(self) -> bool:
-        """A forward without gradients needs nothing of other ranks, as far as this one knows."""
-        return not self.transports or (self.is_held and self.is_fresh and not self.is_behind)
+        """A forward without gradients needs nothing of other ranks, as far as this one knows: its
+        copy is kept on all ranks, by what all of them know, and is current here.
+        """
+        if not self.transports:
+            return True
+        return self.is_kept_everywhere and self.is_held and self.is_fresh and not self.is_behind
+
+    @property
+    def is_kept_everywhere(self) -> bool:
+        if self.keeps_between_steps or self.is_unsharded_everywhere:
+            return True
+        return not (self.reshard_after_forward or self.root_rule)
 
     @property
     def is_behind(self) -> bool:
@@ -463,7 +474,7 @@ class Unit(UnitGradients):
     def reshard(self, after: str = "") -> None:
         """Register the shards and release the full copy."""
         self.use_shards()
-        self.is_unsharded = False
+        self.is_unsharded = self.is_unsharded_everywhere = False
         if not self.is_held:
             return
         if self._handles or self._gathered is not None:
@@ -494,7 +505,7 @@ class Unit(UnitGradients):
             self.refresh()
         if self.context.is_alone and self.serves_alone:
             return
-        self.is_unsharded = self.was_unsharded = True
+        self.is_unsharded = self.was_unsharded = self.is_unsharded_everywhere = True
         self.context.may_hold = self.context.keeps_some = True
         with phase_on(self.wires, "unshard", self.name):
             if self.homes and graph_task() is None:  # a backward uses the values of its forward
@@ -635,7 +646,7 @@ class Unit(UnitGradients):
         self._check_unwritten()
         if self._regrouped is not None:
             self._regrouped.is_kept = False
-        self.is_unsharded = False
+        self.is_unsharded = self.is_unsharded_everywhere = False
         if self.keeps_between_steps:
             self.use_shards()
         elif self.reshard_after_backward:
@@ -654,6 +665,7 @@ class Unit(UnitGradients):
         self._modules_run = self._num_users = self.num_uses = 0
         self.open_calls.clear()
         self.in_double_backward = self.hides_outputs = False
+        self.is_stale |= not keep  # until ranks have asked each other: some may have no copy
         self.show_shards(keep=keep)
 
     def show_shards(self, *, keep: bool = False) -> None:
