@@ -134,13 +134,16 @@ class Context:
         self.depth -= 1
         if not outermost:
             return
+        has_grad = torch.is_grad_enabled()
         for unit in self.units:
             if unit._modules_run:
                 unit.rest_after_forward()
+            if has_grad:  # it may have run, and be released, on some ranks only
+                unit.is_unsharded_everywhere = False
         self.forget_guests()
         for tell in self.moments.after_forward:
             tell(self)
-        if self.keeps_some or not torch.is_grad_enabled():
+        if self.keeps_some or not has_grad:
             self._fill_kept()
         self.latest_call, self.is_alone = None, False
         self._leave("forward", name)
@@ -307,7 +310,7 @@ class Context:
         if self.may_hold:
             self.may_hold = False
             for unit in self.units:
-                unit.was_unsharded = False
+                unit.was_unsharded = unit.is_unsharded_everywhere = False
         self._leave("backward", "")
 
     def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:

@@ -102,7 +102,8 @@ class Unit(UnitGradients):
 
         self.delivers_early = False  # gradients, once all ranks have handed theirs in
         self.num_uses = 0  # forwards with gradients since the last backward
-        self.was_unsharded = False  # by the user, on all ranks alike, since the last backward
+        # By the user, on all ranks alike: since the last backward; the same, and still so on all.
+        self.was_unsharded = self.is_unsharded_everywhere = False
         self._modules_run = 0
         self.open_calls: set[int] = set()  # ids of calls whose backward is not over
         self.is_adopted = False  # a root has taken it in and named it
@@ -191,9 +192,19 @@ class Unit(UnitGradients):
 
     @property
     def serves_alone(self) -> bool:
-        """A forward without gradients needs nothing of other ranks, as far as this one knows."""
-        copy = self.copy
-        return not self.transports or (copy.is_there and copy.is_fresh and not self.is_behind)
+        """A forward without gradients needs nothing of other ranks, as far as this one knows: its
+        copy is kept on all ranks, by what all of them know, and is current here.
+        """
+        if not self.transports:
+            return True
+        is_there = self.is_kept_everywhere and self.copy.is_there
+        return is_there and self.copy.is_fresh and not self.is_behind
+
+    @property
+    def is_kept_everywhere(self) -> bool:
+        if self.keeps_between_steps or self.is_unsharded_everywhere:
+            return True
+        return not (self.reshard_after_forward or self.root_rule)
 
     @property
     def is_behind(self) -> bool:
@@ -388,6 +399,7 @@ class Unit(UnitGradients):
         copy = self.copy
         copy.show_shards()
         copy.holds &= CLEAN
+        self.is_unsharded_everywhere = False
         if copy.is_there:
             copy.release(after)
             for tell in self.context.moments.released:
@@ -414,7 +426,7 @@ class Unit(UnitGradients):
         if self.context.is_alone and self.serves_alone:
             return
         self.copy.holds |= USER
-        self.was_unsharded = True
+        self.was_unsharded = self.is_unsharded_everywhere = True
         self.context.may_hold = self.context.keeps_some = True
         with phase_on(self.wires, "unshard", self.name):
             if self.middles and graph_task() is None:  # a backward uses the values of its forward
@@ -545,6 +557,7 @@ class Unit(UnitGradients):
             return  # it is at rest already
         self._check_unwritten()
         self._drop_parts()
+        self.is_unsharded_everywhere = False
         if self.keeps_between_steps:
             copy.show_shards()
         elif self.reshard_after_backward:
@@ -563,6 +576,7 @@ class Unit(UnitGradients):
             param.full.grad = None
         self._modules_run = self._num_users = self.num_uses = 0
         self.open_calls.clear()
+        self.copy.is_stale |= not keep  # until ranks have asked each other: some may have none
         self.show_shards(keep=keep)
 
     def show_shards(self, *, keep: bool = False) -> None:
