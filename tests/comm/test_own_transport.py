@@ -176,7 +176,6 @@ def test_an_installed_package_brings_one(monkeypatch: pytest.MonkeyPatch) -> Non
     point = EntryPoint("brought", "squeezed:open_squeezed", "shardwise.transports")
     monkeypatch.setattr(choose, "_brought", lambda: {"brought": point})
     assert "brought" in choose.names()
-    assert not choose.may_refuse("brought")
     assert open_transport("brought", *MANY, CPU).name == "squeezed"
 
 

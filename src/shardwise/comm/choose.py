@@ -100,11 +100,6 @@ def unknown_transport(name: str, *, to_train: bool = True) -> str:
     return f"unknown transport {name!r}; {hint}"
 
 
-def may_refuse(name: str) -> bool:
-    """Whether there are meshes that it cannot serve; "auto" always finds one that can."""
-    return name != "auto" and _entry(name).why_not is not None
-
-
 def open_transport(
     name: str | Transport[Any],
     shard: Axis,
