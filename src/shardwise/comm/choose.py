@@ -92,6 +92,11 @@ def names(*, to_train: bool = True) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*found, *_brought()]))
 
 
+def is_known(name: str) -> bool:
+    """Whether it is among `names`. Packages are looked through only for what is not ours."""
+    return name == "auto" or name in _ENTRIES or name in _brought()
+
+
 def unknown_transport(name: str, *, to_train: bool = True) -> str:
     """What to say of a name that is not among them."""
     known = names(to_train=to_train)
