@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.comm.choose import may_refuse
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
 from shardwise.train.config import (
@@ -91,15 +90,12 @@ def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:
         )
     else:
         unit = f"unit {shard.unit!r}: as asked for"
-    transport = f"transport {shard.transport}: "
+    transport = f"transport {shard.transport}: as asked for"
     if shard.transport == "auto":
-        transport += (
-            "shared memory where all ranks run on the CPU of one host and can read each other's "
-            "memory, else c10d (Gloo, NCCL)"
+        transport = (
+            "transport auto: shared memory where all ranks run on the CPU of one host and can "
+            "read each other's memory, else c10d (Gloo, NCCL)"
         )
-    else:
-        transport += "as asked for"
-        transport += "; an error where it cannot work" if may_refuse(shard.transport) else ""
     strategy = resolved_strategy(loaded.config)
     source = "auto: by mesh.replicate" if shard.strategy == "auto" else "as asked for"
     limit = gather_limit(loaded.config)

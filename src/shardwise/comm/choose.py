@@ -92,17 +92,17 @@ def names(*, to_train: bool = True) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*found, *_brought()]))
 
 
+def is_known(name: str) -> bool:
+    """Whether it is among `names`. Packages are looked through only for what is not ours."""
+    return name == "auto" or name in _ENTRIES or name in _brought()
+
+
 def unknown_transport(name: str, *, to_train: bool = True) -> str:
     """What to say of a name that is not among them."""
     known = names(to_train=to_train)
     nearest = get_close_matches(name, known, n=1)
     hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(known)}"
     return f"unknown transport {name!r}; {hint}"
-
-
-def may_refuse(name: str) -> bool:
-    """Whether there are meshes that it cannot serve; "auto" always finds one that can."""
-    return name != "auto" and _entry(name).why_not is not None
 
 
 def open_transport(

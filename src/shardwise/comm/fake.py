@@ -42,11 +42,7 @@ class FakeTransport(Transport[C10dBucket]):
         self.record: list[Recorded] = []
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> C10dBucket:
-        if layout.world != self._shard.size:
-            raise ValueError(
-                f"{name}: the layout is for {layout.world} ranks, "
-                f"axis {self._shard.name!r} has {self._shard.size}"
-            )
+        self._shard.check(name, layout.world)
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         return C10dBucket(name, layout, self._shard, self._replicate, buffer)
 

@@ -181,9 +181,7 @@ class OrderCheck:
 
     def _said(self, rank: int) -> list[Any] | None:
         """What that rank has said about this phase."""
-        text = self._board.find(f"{self._mesh}/{rank}/{self._phase % KEPT_PHASES}")
-        said = json.loads(text) if text else None
-        return said if said is not None and said[0] == self._phase else None
+        return self._of_this_phase(f"{self._mesh}/{rank}/{self._phase % KEPT_PHASES}")
 
     def _does_the_same(self, what: str) -> bool | None:
         """True: the neighbour has said the same; None: it has said nothing yet."""
@@ -239,9 +237,11 @@ class OrderCheck:
 
     def _entry_of(self, rank: int) -> list[Any] | None:
         """That rank's record of this phase once it has ended it; None before."""
-        text = self._board.find(self._end_key(rank))
-        entry = json.loads(text) if text else None
-        return entry if entry is not None and entry[0] == self._phase else None
+        return self._of_this_phase(self._end_key(rank))
+
+    def _of_this_phase(self, key: str) -> list[Any] | None:
+        found = json.loads(self._board.find(key) or "[null]")
+        return found if found[0] == self._phase else None
 
     # -- waits that take long ----------------------------------------------------------------------
     def _poll(self, look: Callable[[], Any], what: str, position: Position | None) -> None:

@@ -34,7 +34,10 @@ from shardwise.comm.transport import (
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 from shardwise.layout import BucketLayout, ReduceLayout
 
-_CAPABILITIES = ("reads_at_any_time", "takes_custom_collectives", "sums_in_tree", "takes_bytes")
+_CAPABILITIES = (
+    *("reads_at_any_time", "takes_custom_collectives", "sums_in_tree", "takes_bytes"),
+    "has_peers",
+)
 
 
 class Ordered(Transport[B]):
@@ -156,8 +159,8 @@ class Guarded(Ordered[Bucket]):
         self._own, self.name = own, own.name
         self.is_ordered = getattr(own, "is_ordered", not hasattr(own, "missing"))
         for name in _CAPABILITIES:
-            setattr(self, name, getattr(own, name, False))
-        if not self.is_ordered:
+            setattr(self, name, getattr(own, name, getattr(Transport, name)))
+        if not (self.is_ordered and self.has_peers):
             self._checks = []
         self._aside = Aside("shardwise-wait")
         self._members: weakref.WeakKeyDictionary[Bucket, str] = weakref.WeakKeyDictionary()

@@ -39,6 +39,14 @@ class Axis:
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", len(self.ranks))
 
+    def check(self, name: str, world: int) -> None:
+        """Raise for a bucket that is laid out for another number of ranks."""
+        if world != self.size:
+            raise ValueError(
+                f"{name}: the layout is for {world} ranks, axis {self.name!r} has {self.size}; lay "
+                "the bucket out for the mesh that the transport serves."
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Position:

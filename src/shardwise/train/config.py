@@ -12,7 +12,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
-from shardwise.comm.choose import names, unknown_transport
+from shardwise.comm.choose import is_known, unknown_transport
 from shardwise.units import full_name, parse_size
 
 DType = Literal["float32", "bfloat16"]
@@ -323,7 +323,7 @@ def _memory_problems(config: Config) -> list[tuple[str, str]]:
     if limit is None or limit < 0:
         text = f"{config.shard.gather_limit!r} is no size; write bytes, or for example 256MiB"
         found.append(("shard.gather_limit", text))
-    if config.shard.transport not in names():
+    if not is_known(config.shard.transport):
         found.append(("shard.transport", unknown_transport(config.shard.transport)))
     for entry in config.shard.overrides:
         try:
@@ -354,8 +354,8 @@ def parse_override(entry: str) -> tuple[str, dict[str, str]]:
     known = get_args(StrategyName)[1:]
     if strategy and strategy not in known:
         raise ValueError(f"{entry!r}: unknown strategy; choose one of {', '.join(known)}")
-    if transport and transport not in names():
-        raise ValueError(f"{entry!r}: unknown transport; choose one of {', '.join(names())}")
+    if transport and not is_known(transport):
+        raise ValueError(f"{entry!r}: {unknown_transport(transport)}")
     chosen = {"strategy": strategy, "transport": transport}
     return pattern, {key: text for key, text in chosen.items() if text}
 

@@ -19,6 +19,7 @@ import weakref
 from dataclasses import dataclass
 from itertools import groupby, repeat
 from operator import attrgetter, is_
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,18 +84,46 @@ class GatherPlan:
         return plan
 
 
-class GatherStaging:
-    """A rank-major buffer, and the views through which it is unpacked into the gathered one."""
+class Staging:
+    """A rank-major buffer whose views are made once, over memory that comes and goes."""
 
-    __slots__ = ("_out", "_pages", "_sources", "_targets", "is_free", "own", "packed")
+    __slots__ = ("_blocks", "_size_bytes", "_storage", "is_free", "packed")
 
-    def __init__(
-        self, plan: GatherPlan, packed: torch.Tensor, out: torch.Tensor, rank: int, pages: Pages
-    ) -> None:
-        self.packed = packed
-        self.own = plan.packing.chunk(packed, rank)
+    def __init__(self, numel: int, like: torch.Tensor, custom: Any) -> None:
+        """By the user's collective where it brings `allocate` (FSDP2's `set_custom_*`)."""
+        self._blocks, self._size_bytes = Blocks.of_process(), numel * like.itemsize
+        self._storage: torch.UntypedStorage | None = None  # None: memory of somebody else
         self.is_free = False
-        self._pages = pages
+        if custom is None:
+            self._storage = torch.UntypedStorage(0, device=like.device)
+            self._blocks.fill(self._storage, self._size_bytes)
+            self.packed = like.new_empty(0).set_(self._storage, 0, (numel,), (1,))
+        elif hasattr(custom, "allocate"):
+            self.packed = custom.allocate((numel,), dtype=like.dtype, device=like.device)
+        else:
+            self.packed = like.new_empty(numel)
+
+    def take_again(self) -> None:
+        self.is_free = False
+        if self._storage is not None:
+            self._blocks.fill(self._storage, self._size_bytes)
+
+    def give_back(self) -> None:
+        """The collective has read it, or will not: the memory goes back."""
+        if self._storage is not None:
+            self._blocks.empty(self._storage)
+        self.is_free = True
+
+
+class GatherStaging(Staging):
+    """With the views through which it is unpacked into the gathered buffer."""
+
+    __slots__ = ("_out", "_sources", "_targets", "own")
+
+    def __init__(self, plan: GatherPlan, out: torch.Tensor, rank: int, custom: Any) -> None:
+        super().__init__(plan.packing.numel, out, custom)
+        packed = self.packed
+        self.own = plan.packing.chunk(packed, rank)
         self._out = out
         self._sources = [move.packed(packed) for move, _ in plan.moves]
         self._targets = [move.whole(out, offset) for move, offset in plan.moves]
@@ -108,11 +137,9 @@ class GatherStaging:
         """
         known = bucket.gather_staging
         if known is not None and known.is_free and known._out is out and custom is None:
-            known.is_free = False
-            known._pages.fill()
+            known.take_again()
             return known
-        packed, pages = _allocate(custom, plan.packing.numel, out)
-        made = cls(plan, packed, out, bucket.shard.rank, pages)
+        made = cls(plan, out, bucket.shard.rank, custom)
         before = bucket.gathered_to
         if custom is None and before is not None and before() is out:
             bucket.gather_staging = made
@@ -122,39 +149,7 @@ class GatherStaging:
     def unpack(self) -> None:
         """To the gathered buffer; the memory of this one goes back."""
         foreach_copy(self._targets, self._sources)
-        self._pages.empty()
-        self.is_free = True
-
-
-class Pages:
-    """The memory below a buffer whose views are made once; None: memory of somebody else."""
-
-    __slots__ = ("_blocks", "_size_bytes", "_storage")
-
-    def __init__(self, packed: torch.Tensor | None) -> None:
-        self._storage = None if packed is None else packed.untyped_storage()
-        self._size_bytes = 0 if packed is None else packed.nbytes
-        self._blocks = Blocks.of_process()
-
-    def fill(self) -> None:
-        if self._storage is not None:
-            self._blocks.fill(self._storage, self._size_bytes)
-
-    def empty(self) -> None:
-        if self._storage is not None:
-            self._blocks.empty(self._storage)
-
-
-def _allocate(custom: Any, numel: int, like: torch.Tensor) -> tuple[torch.Tensor, Pages]:
-    """Staging; by the user's collective where it brings `allocate` (FSDP2's `set_custom_*`)."""
-    if custom is None:
-        storage = torch.UntypedStorage(0, device=like.device)
-        Blocks.of_process().fill(storage, numel * like.itemsize)
-        packed = like.new_empty(0).set_(storage, 0, (numel,), (1,))
-        return packed, Pages(packed)
-    if hasattr(custom, "allocate"):
-        return custom.allocate((numel,), dtype=like.dtype, device=like.device), Pages(None)
-    return like.new_empty(numel), Pages(None)
+        self.give_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,19 +204,14 @@ class ReducePlan:
         out[counts_offset:].copy_(packed[start + data : start + data + num])
 
 
-class ReduceStaging:
-    """A rank-major buffer, and its views: where each gradient, the padding and the counts go."""
+class ReduceStaging(Staging):
+    """With its views: where each gradient, the padding and the counts go."""
 
-    __slots__ = (
-        *("_ones", "counts", "gaps", "is_free", "packed", "pages", "plan", "rows", "runs"),
-        "streams",
-    )
+    __slots__ = ("_ones", "counts", "gaps", "plan", "rows", "runs", "streams")
 
-    def __init__(
-        self, plan: ReducePlan, packed: torch.Tensor, pages: Pages, streams: Streams
-    ) -> None:
-        self.plan, self.packed, self.pages, self.streams = plan, packed, pages, streams
-        self.is_free = False
+    def __init__(self, plan: ReducePlan, out: torch.Tensor, streams: Streams, custom: Any) -> None:
+        super().__init__(plan.packing.numel, out, custom)
+        self.plan, self.streams, packed = plan, streams, self.packed
         self.runs = tuple(
             tuple((move, move.packed(packed)) for move in moves) for moves in plan.packing.moves
         )
@@ -246,21 +236,16 @@ class ReduceStaging:
     ) -> ReduceStaging:
         """The bucket's own buffer, unless it is in use or the user's collective allocates."""
         if bucket.shard.size == 1:
-            return cls(plan, out, Pages(None), bucket.streams)  # the result itself
+            itself = SimpleNamespace(allocate=lambda *_, **__: out)
+            return cls(plan, out, bucket.streams, itself)
         known = bucket.reduce_staging
         if known is not None and known.is_free and known.plan is plan and custom is None:
-            known.is_free = False
-            known.pages.fill()
+            known.take_again()
             return known
-        made = cls(plan, *_allocate(custom, plan.packing.numel, out), bucket.streams)
+        made = cls(plan, out, bucket.streams, custom)
         if custom is None:
             bucket.reduce_staging = made
         return made
-
-    def give_back(self) -> None:
-        """The reduction has read it, or will not: the memory goes back."""
-        self.pages.empty()
-        self.is_free = True
 
 
 class PackedGrads:

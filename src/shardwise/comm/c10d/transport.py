@@ -71,12 +71,7 @@ class C10dTransport(Ordered[C10dBucket]):
         self._sums_by_gloo: bool | None = None  # asked at the first reduction
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> C10dBucket:
-        if layout.world != self._shard.size:
-            raise ValueError(
-                f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has "
-                f"{self._shard.size}; "
-                "lay the bucket out for the mesh that the transport serves."
-            )
+        self._shard.check(name, layout.world)
         # Zeros: padding is sent with the rest and should not carry what the allocator left there.
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1

@@ -75,11 +75,7 @@ class SharedMemoryTransport(Transport[SharedBucket]):
                 f"{name}: shared memory serves CPU parameters, these are on {device}; use "
                 "transport='c10d'."
             )
-        if layout.world != self._shard.size:
-            raise ValueError(
-                f"{name}: the layout is for {layout.world} ranks, axis {self._shard.name!r} has "
-                f"{self._shard.size}; lay the bucket out for the mesh that the transport serves."
-            )
+        self._shard.check(name, layout.world)
         domain = self._domain
         key, domain.num_attached = domain.num_attached, domain.num_attached + 1
         record = domain.own.record(key)
