@@ -30,6 +30,7 @@ from engine_kit import (
 
 import shardwise as sw
 from ranks import on_ranks
+from shardwise.errors import EngineError
 
 Write = Callable[[Any, nn.Module], None]
 
@@ -227,6 +228,27 @@ def test_a_write_between_forward_and_backward_keeps_the_forward_weights(
                 p.mul_(3.0)
         loss.backward()
         plain(x).square().sum().backward()
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(full(p.grad), q.grad), str(setting)
+
+
+@on_ranks(1, 2)
+def test_a_write_between_forward_and_backward_where_no_copy_is_left(rank: int, world: int) -> None:
+    """Released, or the shards themselves: autograd refuses, and the next step is right."""
+    for setting in settings("full_shard", "no_shard"):
+        plain = make(Uneven)
+        model = setting.shard(copy.deepcopy(plain), world)
+        x = batch(Uneven, 0, 0)
+        shards = list(model.parameters())
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            for p in (*shards, *plain.parameters()):
+                p.mul_(3.0)
+        with pytest.raises(EngineError, match="released or written since"):
+            loss.backward()
+        model.zero_grad()
+        for m in (plain, model):
+            m(x).square().sum().backward()
         for p, q in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(full(p.grad), q.grad), str(setting)
 

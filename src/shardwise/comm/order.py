@@ -47,9 +47,7 @@ _REMEDY = (
     "depends on the rank or on local data and make every rank run every unit, or use "
     "transport='shared_memory' on one host"
 )
-_OTHER_MEMBERS = (
-    " The ranks train different parameters of one unit: requires_grad must be the same on all ranks"
-)
+_OTHER_MEMBERS = " The ranks train different parameters of a unit: set requires_grad alike on all"
 
 # Transports of one shape that this process has made: ranks make them in the same order, so the
 # number tells those of equal ranks apart.

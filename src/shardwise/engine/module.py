@@ -148,10 +148,10 @@ class FSDPModule(UnitSettings):
         unit.refresh(check_ties=False)
         return out
 
+    @torch.inference_mode(False)
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As always, in an evaluation too: `torch.inference_mode` would refuse what it detaches."""
-        with torch.inference_mode(mode=False):
-            return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        """In an evaluation too: `torch.inference_mode` would refuse to detach shards."""
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         unit_of(self).reshard_for_state_dict()

@@ -230,8 +230,10 @@ class BucketState:
         self._uses_before_gather = uses
 
     def count_uses_before(self) -> None:
-        """When a backward begins: autograd's views are among them."""
+        """When a backward begins: autograd's views are among them. It sees a write to `aliases`."""
         self._uses_before = storage_uses(self.storage)
+        if self.aliases and self._versions[0] != 2 * self.mark.count:
+            self.set_gathered_versions()
 
     def release(self, after: str = "") -> None:
         """Empty the gathered storage. Full parameters must not be read until the next gather.
