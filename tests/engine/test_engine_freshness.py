@@ -270,3 +270,21 @@ def test_nobody_sees_half_of_a_step(rank: int, world: int) -> None:
             dist.all_gather(outs, out)
             assert all(torch.equal(o, out) for o in outs), f"{setting} step {step}"
         weights_of(model)
+
+
+@on_ranks(2)
+def test_a_frozen_teacher_that_is_called_with_gradients_on(rank: int, world: int) -> None:
+    """Nothing waits for a backward of it, so between calls its parameters may be written."""
+    for setting in settings(*STRATEGIES, reshard=(False, None)):
+        plain = [make(Uneven), make(Uneven).requires_grad_(False)]
+        student, teacher = (setting.shard(copy.deepcopy(m), world) for m in plain)
+        x = batch(Uneven, 0, rank)
+        for _ in range(2):
+            target, expected = teacher(x), plain[1](x)
+            assert torch.equal(target, expected), f"{setting}"
+            (student(x) - target).square().mean().backward()
+            with torch.no_grad():
+                for ours, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
+                    ours.lerp_(theirs, 0.3)
+                for ours, theirs in zip(plain[1].parameters(), plain[0].parameters(), strict=True):
+                    ours.lerp_(theirs, 0.3)

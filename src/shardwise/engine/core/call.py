@@ -66,6 +66,7 @@ def run(
             unit.copy.holds &= ~UNSEEN
             if not watched and may_hide_tensors(out):
                 unit.copy.holds |= UNSEEN
+            unit.is_awaited |= watched
             if watched and not in_backward:
                 for tell in context.moments.computed:
                     tell(unit)

@@ -105,6 +105,7 @@ class Unit(UnitGradients):
         # By the user, on all ranks alike: since the last backward; the same, and still so on all.
         self.was_unsharded = self.is_unsharded_everywhere = False
         self._modules_run = 0
+        self.is_awaited = False  # the forward that runs has given an output that needs a gradient
         self.open_calls: set[int] = set()  # ids of calls whose backward is not over
         self.is_adopted = False  # a root has taken it in and named it
         self._tied_to: list[Unit] = []  # units whose parameters are used in this one too
@@ -456,6 +457,7 @@ class Unit(UnitGradients):
         """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
         for owner in self._tied_to:
             owner._num_users -= 1
+            owner.is_awaited |= self.is_awaited
             if not in_backward and owner._modules_run == 0:
                 owner.rest_after_forward()
         if in_backward:
@@ -472,7 +474,9 @@ class Unit(UnitGradients):
         self._check_unwritten()
         if self._num_users or functorch_transform() is not None:
             return  # tangents, which no hook of ours can follow, may still need the full copy
-        copy, has_grad = self.copy, torch.is_grad_enabled()
+        # Where no output needs a gradient no backward comes, whatever the mode: a frozen teacher.
+        copy, has_grad = self.copy, torch.is_grad_enabled() and self.is_awaited
+        self.is_awaited = False
         copy.holds &= ~PASS
         if not has_grad:
             copy.holds |= WISH if self.is_kept_by_wish else 0
@@ -575,6 +579,7 @@ class Unit(UnitGradients):
         for param in self.params:
             param.full.grad = None
         self._modules_run = self._num_users = self.num_uses = 0
+        self.is_awaited = False
         self.open_calls.clear()
         self.copy.is_stale |= not keep  # until ranks have asked each other: some may have none
         self.show_shards(keep=keep)
