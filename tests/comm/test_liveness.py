@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import nn
 import shardwise
 from ranks import announce, on_ranks, spawn_ranks
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.comm import limits, order_check
+from shardwise.comm import board, limits, order_check
 from shardwise.comm.board import AtWork, Board, default_board, gather_objects, whereabouts
 from shardwise.comm.liveness import Process
 from shardwise.errors import PeerTimeoutError, TransportError
@@ -143,7 +144,7 @@ def test_a_rank_at_work_is_waited_for_and_one_elsewhere_is_not() -> None:
     with spawn_ranks(2, work_and_stay_away) as group:
         said = group.join(timeout_s=LIMIT_S)[0]
     assert said.kind == "ok", said.text
-    assert "rank 1: waits for nobody: in user code" in said.value
+    assert "rank 1: in user code" in said.value
 
 
 @on_ranks(2)
@@ -160,3 +161,25 @@ def test_who_is_busy_is_shown(rank: int, world: int) -> None:
         [line] = whereabouts(board, [1])
         assert line.startswith("  rank 1: at work: knitting, for ")
         dist.barrier()
+
+
+@pytest.mark.parametrize("kind", [board.Told, AtWork])
+def test_whoever_leaves_a_wait_has_nobody_in_the_store(
+    kind: type[board.Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python that ends while a thread is in the store aborts the process."""
+    said = []
+
+    def slow(of: object, text: str = "") -> None:
+        time.sleep(0.2)
+        said.append(text)
+
+    monkeypatch.setattr(board, "STALL_S", 0.01)
+    monkeypatch.setattr(board, "default_board", object)
+    for name in ("post_whereabouts", "clear_whereabouts"):
+        monkeypatch.setattr(board, name, slow)
+    before = set(threading.enumerate())
+    with kind("what is waited for"):
+        time.sleep(0.1)
+    assert set(threading.enumerate()) <= before
+    assert said[-1] == ""

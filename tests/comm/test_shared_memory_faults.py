@@ -131,7 +131,7 @@ def test_calls_at_the_wrong_moment(rank: int, world: int) -> None:
     with pytest.raises(TransportError, match=r"outside of a phase; call enter"):
         gather(transport, bucket)
     transport.enter(at(3))
-    with pytest.raises(TransportError, match="'other' entered while step 3, forward, unit 'root'"):
+    with pytest.raises(TransportError, match="'other' entered while pass 3, forward, unit 'root'"):
         transport.enter(at(3, unit="other"))
     with pytest.raises(TransportError, match="gathers from the bucket's own buffer"):
         transport.gather(bucket, bucket.buffer.clone(), torch.empty(64))
@@ -151,9 +151,9 @@ def test_different_positions_are_named_on_all_ranks(rank: int, world: int) -> No
     transport = transport_of(rank, world)
     bucket = bucket_of(transport, 64, world)
     transport.enter(at(7, "forward" if rank else "backward", f"net{rank}"))
-    with pytest.raises(DivergenceError, match=r"step 7, forward, unit 'net1'") as caught:
+    with pytest.raises(DivergenceError, match=r"pass 7, forward, unit 'net1'") as caught:
         gather(transport, bucket)
-    assert "step 7, backward, unit 'net0'" in str(caught.value)
+    assert "pass 7, backward, unit 'net0'" in str(caught.value)
     transport.abandon()
 
 
@@ -215,9 +215,10 @@ def test_a_wait_ends_with_who_waits_for_whom(rank: int, world: int) -> None:
             gather(transport, bucket)
         text = str(caught.value)
         assert "rank 0 waits for rank 1 to enter the same phase, for 1 s" in text
-        assert "rank 0: step 1, unshard, unit 'layers.4'" in text
-        assert "rank 1: step 0, forward, unit 'root'" in text and "left: in user code" in text
+        assert "rank 0: pass 1, unshard, unit 'layers.4'" in text
+        assert "rank 1: pass 0, forward, unit 'root'" in text and "left: in user code" in text
         assert "raise SHARDWISE_WAIT_LIMIT_S (now 0.6 s)" in text
+        assert "unit 'layers.4', waits here" in text and "end all ranks and start the job" in text
         transport.abandon()
         transport.wait_limit_s = before
     dist.barrier()

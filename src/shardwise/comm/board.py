@@ -16,6 +16,7 @@ import logging
 import os
 import pickle
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -29,7 +30,7 @@ from shardwise._torch_compat import default_store
 from shardwise.comm.kept import kept
 from shardwise.comm.limits import wait_limit_s, warn_after_s
 from shardwise.comm.liveness import Process
-from shardwise.comm.transport import Position
+from shardwise.comm.transport import START_AGAIN, Position
 from shardwise.errors import PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
@@ -149,10 +150,7 @@ def default_board() -> Board | None:
 
 def text_of(position: Position | None) -> str:
     """Where a rank is, in words."""
-    if position is None:
-        return "outside of a step"
-    unit = f", unit {position.unit!r}" if position.unit else ""
-    return f"step {position.step}, {position.phase}{unit}"
+    return "outside of a step" if position is None else position.text
 
 
 def post_whereabouts(board: Board, text: str) -> None:
@@ -172,8 +170,8 @@ def whereabouts(board: Board, ranks: Iterable[int]) -> list[str]:
         process = board.process_of(rank)
         state = "unknown" if process is None else process.state
         quiet = {
-            "runs": "waits for nobody: in user code",
-            "unknown": "waits for nobody: in user code, stopped, or ended",
+            "runs": "in user code, or in a wait of another kind (its own log says)",
+            "unknown": "in user code, stopped, ended, or in a wait of another kind",
         }
         text = at or quiet.get(state, "")
         if process is not None and state in _TROUBLES:
@@ -255,7 +253,8 @@ def wait_for(
             if is_over and was_over:
                 raise PeerTimeoutError(
                     explain(what, position, waited) + "\nAll ranks must make the same calls. If "
-                    "one may really take longer, raise the limit: shardwise.set_wait_limit()"
+                    "one may really take longer, raise the limit: shardwise.set_wait_limit()."
+                    + START_AGAIN
                 ) from error
             was_over = is_over or was_over
             if waited > warn_after_s() and not warned:
@@ -274,17 +273,29 @@ def all_reduce(tensor: Any, op: Any, group: Any, what: str) -> None:
         wait_for(work, what)
 
 
-class Told:
-    """Around a wait that cannot be cut into slices: told to the others and logged as others are."""
+class _Beside:
+    """A thread that speaks while a wait goes on. It has ended when the wait is left: Python that
+    ends while a thread is in the store aborts ("terminate called without an active exception")."""
 
     def __init__(self, what: str) -> None:
         self._what, self._over = what, threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        threading.Thread(target=self._tell, args=(default_board(),), daemon=True).start()
+        self._thread = threading.Thread(target=self._tell, args=(default_board(),), daemon=True)
+        self._thread.start()
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if self._thread is not None:
+            self._thread.join(ANSWER_S)
+
+    def _tell(self, board: Board | None) -> None:
+        raise NotImplementedError
+
+
+class Told(_Beside):
+    """Around a wait that cannot be cut into slices: told to the others and logged as others are."""
 
     def _tell(self, board: Board | None) -> None:
         if self._over.wait(STALL_S):
@@ -304,29 +315,18 @@ class Told:
                 clear_whereabouts(board)
 
 
-class AtWork:
+class AtWork(_Beside):
     """Around what a rank does while others wait for it: from STALL_S on it tells them that it is at
     it, for as long as its process runs."""
 
-    def __init__(self, what: str) -> None:
-        self._what, self._over = what, threading.Event()
-
-    def __enter__(self) -> None:
-        board = default_board()
-        if board is not None:
-            threading.Thread(target=self._tell, args=(board,), daemon=True).start()
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-
-    def _tell(self, board: Board) -> None:
+    def _tell(self, board: Board | None) -> None:
         began = time.monotonic()
-        while not self._over.wait(STALL_S):
+        while not self._over.wait(STALL_S) and board is not None:
             with contextlib.suppress(TransportError):
                 post_whereabouts(
                     board, f"{_BUSY}{self._what}, for {time.monotonic() - began:.0f} s"
                 )
-        if time.monotonic() - began > STALL_S:
+        if time.monotonic() - began > STALL_S and board is not None:
             with contextlib.suppress(TransportError):
                 clear_whereabouts(board)
 
@@ -392,6 +392,7 @@ def _run(issue: Callable[[], Any], group: dist.ProcessGroup | None, what: str) -
     except TransportError:
         raise
     except RuntimeError as error:  # Gloo's, of a connection
-        first = next(iter(str(error).splitlines()), "")
+        # Less the place in Gloo's sources.
+        first = re.sub(r"^\[\S+\.cc:\d+\] ", "", next(iter(str(error).splitlines()), ""))
         text = f"rank {dist.get_rank()} waited for {what}: {first}\n{ended_ranks(ranks)}"
         raise TransportError(text) from error
