@@ -239,8 +239,13 @@ def main(arguments: Sequence[str]) -> None:
     as_module = program[:1] == ["-m"]
     if as_module:
         del program[0]
+    if program[:1] in (["-h"], ["--help"]):
+        print(USAGE)
+        return
     if not program or program[0].startswith("-"):
         sys.exit(USAGE)
+    if not as_module and not Path(program[0]).exists():
+        sys.exit(f"shardwise.install: {program[0]}: no such file")
     install()
     atexit.unregister(_say_if_nothing_was_sharded)
     atexit.register(_say_if_nothing_was_sharded, is_program=True)
