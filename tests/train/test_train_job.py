@@ -164,6 +164,8 @@ def test_a_finished_run_says_so_and_can_be_prolonged(rank, tmp_path):
     assert snapshot(run) == before
     expected = "is complete: step 8 of 8 (val_loss"
     assert (expected in shown.getvalue()) if rank == 0 else not shown.getvalue()
+    with pytest.raises(ConfigError, match=r"run\.seed was 0, now 1"):
+        run_job(run, run__seed=1)
     run_job(run, train__steps=10)
     assert [row["step"] for row in read_rows(run)] == list(range(1, 11))
 
