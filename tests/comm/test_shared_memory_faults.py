@@ -90,7 +90,7 @@ def test_an_exception_on_one_rank_ends_the_phase_on_all(rank: int, world: int) -
         except (KeyError, TransportError) as error:
             failed = True
             assert isinstance(error, KeyError) == (rank in culprits) or culprits - {rank}
-            assert isinstance(error, KeyError) or "ended step" in str(error)
+            assert isinstance(error, KeyError) or "ended pass" in str(error)
             transport.abandon()
             transport.abandon()
         assert failed == bool(culprits)
@@ -164,7 +164,7 @@ def test_different_buckets_are_named(rank: int, world: int) -> None:
     transport.enter(at(0))
     # Whoever looks first names the difference; it has then ended the phase for the other.
     theirs = rf"holds 'layers.{1 - rank}\[0\]' of {256 - 128 * rank} bytes"
-    with pytest.raises((DivergenceError, TransportError), match=f"{theirs}|ended step 0"):
+    with pytest.raises((DivergenceError, TransportError), match=f"{theirs}|ended pass 0"):
         gather(transport, bucket)
     transport.abandon()
     bucket = bucket_of(transport, 64, world)
@@ -177,7 +177,7 @@ def test_different_buckets_are_named(rank: int, world: int) -> None:
             gather(transport, bucket)
         transport.abandon()
     else:
-        with pytest.raises(TransportError, match="rank 0 ended step 1"):
+        with pytest.raises(TransportError, match="rank 0 ended pass 1"):
             transport.leave(at(1))
 
 
@@ -218,13 +218,13 @@ def test_a_wait_ends_with_who_waits_for_whom(rank: int, world: int) -> None:
         assert "rank 0: pass 1, unshard, unit 'layers.4'" in text
         assert "rank 1: pass 0, forward, unit 'root'" in text and "left: in user code" in text
         assert "raise SHARDWISE_WAIT_LIMIT_S (now 0.6 s)" in text
-        assert "unit 'layers.4', waits here" in text and "end all ranks and start the job" in text
+        assert "waits here" in text and "end all ranks and start the job" in text
         transport.abandon()
         transport.wait_limit_s = before
     dist.barrier()
     if rank == 1:
         transport.enter(at(1, "unshard", "layers.4"))
-        with pytest.raises(TransportError, match="rank 0 ended step 1"):
+        with pytest.raises(TransportError, match="rank 0 ended pass 1"):
             gather(transport, bucket)
         transport.abandon()
 
