@@ -239,9 +239,6 @@ def main(arguments: Sequence[str]) -> None:
     as_module = program[:1] == ["-m"]
     if as_module:
         del program[0]
-    if program[:1] in (["-h"], ["--help"]):
-        print(USAGE)
-        return
     if not program or program[0].startswith("-"):
         sys.exit(USAGE)
     if not as_module and not Path(program[0]).exists():

@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from shardwise._torch_compat import default_store
 from shardwise.comm.kept import kept
-from shardwise.comm.limits import wait_limit_s, warn_after_s
+from shardwise.comm.limits import START_AGAIN, wait_limit_s, warn_after_s
 from shardwise.comm.liveness import Process
-from shardwise.comm.transport import START_AGAIN, Position
+from shardwise.comm.transport import Position
 from shardwise.errors import PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
@@ -252,9 +252,8 @@ def wait_for(
             is_over = waited > wait_limit_s() and said.items() <= before.items()
             if is_over and was_over:
                 raise PeerTimeoutError(
-                    explain(what, position, waited) + "\nAll ranks must make the same calls. If "
-                    "one may really take longer, raise the limit: shardwise.set_wait_limit()."
-                    + START_AGAIN
+                    f"{explain(what, position, waited)}\nAll ranks must make the same calls. If "
+                    f"one may take longer, raise the limit: shardwise.set_wait_limit().{START_AGAIN}"
                 ) from error
             was_over = is_over or was_over
             if waited > warn_after_s() and not warned:
@@ -273,29 +272,21 @@ def all_reduce(tensor: Any, op: Any, group: Any, what: str) -> None:
         wait_for(work, what)
 
 
-class _Beside:
-    """A thread that speaks while a wait goes on. It has ended when the wait is left: Python that
-    ends while a thread is in the store aborts ("terminate called without an active exception")."""
+class Told:
+    """Around a wait that cannot be cut into slices: told to the others and logged as others are.
+    The thread ends with the wait: Python that ends while a thread is in the store aborts."""
 
     def __init__(self, what: str) -> None:
         self._what, self._over = what, threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
-        self._thread = threading.Thread(target=self._tell, args=(default_board(),), daemon=True)
+        target, args = self._tell, (default_board(),)
+        self._thread = threading.Thread(target=target, args=args, daemon=True)
         self._thread.start()
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
-        if self._thread is not None:
-            self._thread.join(ANSWER_S)
-
-    def _tell(self, board: Board | None) -> None:
-        raise NotImplementedError
-
-
-class Told(_Beside):
-    """Around a wait that cannot be cut into slices: told to the others and logged as others are."""
+        self._thread.join(ANSWER_S)
 
     def _tell(self, board: Board | None) -> None:
         if self._over.wait(STALL_S):
@@ -315,17 +306,16 @@ class Told(_Beside):
                 clear_whereabouts(board)
 
 
-class AtWork(_Beside):
+class AtWork(Told):
     """Around what a rank does while others wait for it: from STALL_S on it tells them that it is at
     it, for as long as its process runs."""
 
     def _tell(self, board: Board | None) -> None:
         began = time.monotonic()
         while not self._over.wait(STALL_S) and board is not None:
+            text = f"{_BUSY}{self._what}, for {time.monotonic() - began:.0f} s"
             with contextlib.suppress(TransportError):
-                post_whereabouts(
-                    board, f"{_BUSY}{self._what}, for {time.monotonic() - began:.0f} s"
-                )
+                post_whereabouts(board, text)
         if time.monotonic() - began > STALL_S and board is not None:
             with contextlib.suppress(TransportError):
                 clear_whereabouts(board)

@@ -49,8 +49,7 @@ class Position:
     unit: str
 
     @property
-    def text(self) -> str:
-        """In words. `step` counts backwards, of which a step of the optimizer may have several."""
+    def text(self) -> str:  # a pass: a step of the optimizer may have several backwards
         return f"pass {self.step}, {self.phase}{f', unit {self.unit!r}' if self.unit else ''}"
 
 
@@ -77,13 +76,6 @@ def how_to_differ(position: Position | None) -> str:
         "one rank) where copies are kept: strategy='shard_grad_op', reshard_after_forward=False, "
         "or unshard() of all units before; else run equally many on all ranks."
     )
-
-
-# After a wait that gave up: what this rank has missed cannot be caught up.
-START_AGAIN = (
-    " A rank that catches this error is out of step with the others, in its later models too: end "
-    "all ranks and start the job again."
-)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

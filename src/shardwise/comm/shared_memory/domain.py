@@ -48,15 +48,7 @@ from shardwise.comm.shared_memory.control import (
     hash_of,
 )
 from shardwise.comm.shared_memory.futex import Doorbell, MemoryOrder
-from shardwise.comm.transport import (
-    START_AGAIN,
-    Axis,
-    Bucket,
-    Position,
-    Transport,
-    how_to_differ,
-    remark_on,
-)
+from shardwise.comm.transport import Axis, Bucket, Position, Transport, how_to_differ, remark_on
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 
 logger = logging.getLogger(__name__)
@@ -387,7 +379,7 @@ class Domain:
                     f"calls. If one may really take longer, raise {limits.LIMIT_VARIABLE} (now "
                     f"{self.wait_limit_s:g} s) or call shardwise.set_wait_limit()."
                     + how_to_differ(self.position)
-                    + START_AGAIN
+                    + limits.START_AGAIN
                 )
             if now >= warn_at:
                 warn_at = now + 6 * limits.warn_after_s()
