@@ -252,8 +252,8 @@ def wait_for(
             is_over = waited > wait_limit_s() and said.items() <= before.items()
             if is_over and was_over:
                 raise PeerTimeoutError(
-                    f"{explain(what, position, waited)}\nAll ranks must make the same calls. If one may "
-                    f"take longer, raise the limit: shardwise.set_wait_limit().{START_AGAIN}"
+                    f"{explain(what, position, waited)}\nAll ranks must make the same calls. If "
+                    f"one needs longer, raise the limit: shardwise.set_wait_limit().{START_AGAIN}"
                 ) from error
             was_over = is_over or was_over
             if waited > warn_after_s() and not warned:
