@@ -241,6 +241,8 @@ def main(arguments: Sequence[str]) -> None:
         del program[0]
     if not program or program[0].startswith("-"):
         sys.exit(USAGE)
+    if not as_module and not Path(program[0]).exists():
+        sys.exit(f"shardwise.install: {program[0]}: no such file")
     install()
     atexit.unregister(_say_if_nothing_was_sharded)
     atexit.register(_say_if_nothing_was_sharded, is_program=True)

@@ -450,7 +450,7 @@ def test_errors_say_where(rank: int, world: int) -> None:
     bucket = transport.attach("layers.0[0]", layout, CPU)
     transport.enter(Position(5, "forward", "layers.0"))
     with pytest.raises(
-        TransportError, match=r"all_gather of layers.0\[0\] failed .*step 5, forward"
+        TransportError, match=r"all_gather of layers.0\[0\] failed .*pass 5, forward"
     ):
         transport.gather(bucket, bucket.buffer, torch.empty(layout.full_numel + 1))
 

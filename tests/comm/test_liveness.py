@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import nn
 import shardwise
 from ranks import announce, on_ranks, spawn_ranks
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.comm import limits, order
+from shardwise.comm import limits, order, waits
 from shardwise.comm.board import Board, default_board, whereabouts
 from shardwise.comm.exchange import gather_objects
 from shardwise.comm.liveness import Process
@@ -145,7 +146,7 @@ def test_a_rank_at_work_is_waited_for_and_one_elsewhere_is_not() -> None:
     with spawn_ranks(2, work_and_stay_away) as group:
         said = group.join(timeout_s=LIMIT_S)[0]
     assert said.kind == "ok", said.text
-    assert "rank 1: waits for nobody: in user code" in said.value
+    assert "rank 1: in user code" in said.value
 
 
 @on_ranks(2)
@@ -162,3 +163,28 @@ def test_who_is_busy_is_shown(rank: int, world: int) -> None:
         [line] = whereabouts(board, [1])
         assert line.startswith("  rank 1: at work: knitting, for ")
         dist.barrier()
+
+
+@pytest.mark.parametrize("kind", [waits.Told, AtWork])
+def test_whoever_leaves_a_wait_has_nobody_in_the_store(
+    kind: type[waits.Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python that ends while a thread is in the store aborts the process."""
+    said = []
+
+    def slow(of: object, text: str = "") -> None:
+        time.sleep(0.2)
+        said.append(text)
+
+    monkeypatch.setattr(waits, "STALL_S", 0.01)
+    monkeypatch.setattr(waits, "default_board", object)
+    monkeypatch.setattr(waits, "warn_after_s", lambda: 0.01)
+    monkeypatch.setattr(waits.Wait, "check", lambda *_: None)
+    monkeypatch.setattr(waits.Wait, "describe", lambda *_: "")
+    for name in ("post_whereabouts", "clear_whereabouts"):
+        monkeypatch.setattr(waits, name, slow)
+    before = set(threading.enumerate())
+    with kind("what is waited for"):
+        time.sleep(0.1)
+    assert set(threading.enumerate()) <= before
+    assert said[-1] == ""

@@ -91,7 +91,7 @@ def test_an_exception_on_one_rank_ends_the_phase_on_all(rank: int, world: int) -
         except (KeyError, TransportError) as error:
             failed = True
             assert isinstance(error, KeyError) == (rank in culprits) or culprits - {rank}
-            assert isinstance(error, KeyError) or "ended step" in str(error)
+            assert isinstance(error, KeyError) or "ended pass" in str(error)
             transport.abandon()
             transport.abandon()
         assert failed == bool(culprits)
@@ -132,7 +132,7 @@ def test_calls_at_the_wrong_moment(rank: int, world: int) -> None:
     with pytest.raises(TransportError, match=r"outside of a phase; call enter"):
         gather(transport, bucket)
     transport.enter(at(3))
-    with pytest.raises(TransportError, match="'other' entered while step 3, forward, unit 'root'"):
+    with pytest.raises(TransportError, match="'other' entered while pass 3, forward, unit 'root'"):
         transport.enter(at(3, unit="other"))
     with pytest.raises(TransportError, match="gathers from the bucket's own buffer"):
         transport.gather(bucket, bucket.buffer.clone(), torch.empty(64))
@@ -152,9 +152,9 @@ def test_different_positions_are_named_on_all_ranks(rank: int, world: int) -> No
     transport = transport_of(rank, world)
     bucket = bucket_of(transport, 64, world)
     transport.enter(at(7, "forward" if rank else "backward", f"net{rank}"))
-    with pytest.raises(DivergenceError, match=r"step 7, forward, unit 'net1'") as caught:
+    with pytest.raises(DivergenceError, match=r"pass 7, forward, unit 'net1'") as caught:
         gather(transport, bucket)
-    assert "step 7, backward, unit 'net0'" in str(caught.value)
+    assert "pass 7, backward, unit 'net0'" in str(caught.value)
     transport.abandon()
 
 
@@ -165,7 +165,7 @@ def test_different_buckets_are_named(rank: int, world: int) -> None:
     transport.enter(at(0))
     # Whoever looks first names the difference; it has then ended the phase for the other.
     theirs = rf"holds 'layers.{1 - rank}\[0\]' of {256 - 128 * rank} bytes"
-    with pytest.raises((DivergenceError, TransportError), match=f"{theirs}|ended step 0"):
+    with pytest.raises((DivergenceError, TransportError), match=f"{theirs}|ended pass 0"):
         gather(transport, bucket)
     transport.abandon()
     bucket = bucket_of(transport, 64, world)
@@ -178,7 +178,7 @@ def test_different_buckets_are_named(rank: int, world: int) -> None:
             gather(transport, bucket)
         transport.abandon()
     else:
-        with pytest.raises(TransportError, match="rank 0 ended step 1"):
+        with pytest.raises(TransportError, match="rank 0 ended pass 1"):
             transport.leave(at(1))
 
 
@@ -216,15 +216,16 @@ def test_a_wait_ends_with_who_waits_for_whom(rank: int, world: int) -> None:
             gather(transport, bucket)
         text = str(caught.value)
         assert "rank 0 waits for rank 1 to enter the same phase, for 1 s" in text
-        assert "rank 0: step 1, unshard, unit 'layers.4'" in text
-        assert "rank 1: step 0, forward, unit 'root'" in text and "left: in user code" in text
+        assert "rank 0: pass 1, unshard, unit 'layers.4'" in text
+        assert "rank 1: pass 0, forward, unit 'root'" in text and "left: in user code" in text
         assert "raise SHARDWISE_WAIT_LIMIT_S (now 0.6 s)" in text
+        assert "waits here" in text and "start all ranks again" in text
         transport.abandon()
         set_wait_limit()
     dist.barrier()
     if rank == 1:
         transport.enter(at(1, "unshard", "layers.4"))
-        with pytest.raises(TransportError, match="rank 0 ended step 1"):
+        with pytest.raises(TransportError, match="rank 0 ended pass 1"):
             gather(transport, bucket)
         transport.abandon()
 

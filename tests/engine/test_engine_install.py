@@ -18,7 +18,7 @@ from engine_kit import Mlp, Plain, batch, line, loss_of, make, same_grads, same_
 
 import shardwise as sw
 from ranks import on_ranks
-from shardwise.install import NAMES, PLACES, main
+from shardwise.install import NAMES, PLACES, is_installed, main
 
 OLD_IMPORT = """
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard as shard_it
@@ -277,3 +277,6 @@ def test_nothing_was_sharded(tmp_path: Path, what: str, rank: str, said: bool) -
 def test_launcher_without_a_program() -> None:
     with pytest.raises(SystemExit, match=r"^usage: python -m shardwise.install"):
         main([])
+    with pytest.raises(SystemExit, match=r"^shardwise.install: nowhere.py: no such file$"):
+        main(["nowhere.py", "--lr", "1"])
+    assert not is_installed()

@@ -218,7 +218,7 @@ def test_limits_and_folders_are_told_as_what_they_are() -> None:
 
     assert "ulimit -n is" in explain(OSError(errno.EMFILE, "Too many open files"))
     assert "permission" in explain(PermissionError(errno.EACCES, "Permission denied"))
-    assert "no space" in explain(OSError(errno.ENOSPC, "No space left on device"))
+    assert "too little space" in explain(OSError(errno.ENOSPC, "No space left on device"))
     assert explain(ValueError("mine")) == ""
     wrapped = RuntimeError("could not be written")
     wrapped.__cause__ = OSError(errno.EROFS, "Read-only file system")

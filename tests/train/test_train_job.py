@@ -15,6 +15,7 @@ from jobs import checkpoint_names, read_rows, results, run_job
 from ranks import on_ranks, run_ranks
 from shardwise.checkpoint import files
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
+from shardwise.train.limits import explain
 from shardwise.train.run_dir import RunDir
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -163,6 +164,8 @@ def test_a_finished_run_says_so_and_can_be_prolonged(rank, tmp_path):
     assert snapshot(run) == before
     expected = "is complete: step 8 of 8 (val_loss"
     assert (expected in shown.getvalue()) if rank == 0 else not shown.getvalue()
+    with pytest.raises(ConfigError, match=r"run\.seed was 0, now 1"):
+        run_job(run, run__seed=1)
     run_job(run, train__steps=10)
     assert [row["step"] for row in read_rows(run)] == list(range(1, 11))
 
@@ -260,8 +263,9 @@ def test_the_rehearsal_finds_a_full_disk_after_the_first_step(rank, tmp_path, mo
 
     for free, said in ((1000, "1,000 are free"), (1_000_000, "up to 3 stand at once")):
         monkeypatch.setattr(os, "statvfs", left(free))
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=said) as caught:
             run_job(run, checkpoint__every=4)
+        assert "make room" in explain(caught.value)  # so it is not tried again
         dist.barrier()
         assert [row["step"] for row in read_rows(run)] == [1]
         assert checkpoint_names(run) == []

@@ -159,7 +159,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"{self.directory}: a checkpoint has {size_bytes:,} bytes, and up to "
                 f"{self._keep + 1} stand at once; that takes {needed:,} bytes more and {free:,} "
-                "are free. Free some, or lower checkpoint.keep"
+                "are free on the disk; free some, or lower checkpoint.keep"
             )
 
     # -- background ------------------------------------------------------------------------------

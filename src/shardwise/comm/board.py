@@ -120,10 +120,7 @@ def default_board() -> Board | None:
 
 def text_of(position: Position | None) -> str:
     """Where a rank is, in words."""
-    if position is None:
-        return "outside of a step"
-    unit = f", unit {position.unit!r}" if position.unit else ""
-    return f"step {position.step}, {position.phase}{unit}"
+    return "outside of a step" if position is None else position.text
 
 
 def post_whereabouts(board: Board, text: str) -> None:
@@ -143,8 +140,8 @@ def whereabouts(board: Board, ranks: Iterable[int]) -> list[str]:
         process = board.process_of(rank)
         state = "unknown" if process is None else process.state
         quiet = {
-            "runs": "waits for nobody: in user code",
-            "unknown": "waits for nobody: in user code, stopped, or ended",
+            "runs": "in user code, or in a wait of another kind (its own log says)",
+            "unknown": "in user code, stopped, ended, or in a wait of another kind",
         }
         text = at or quiet.get(state, "")
         if process is not None and state in _TROUBLES:

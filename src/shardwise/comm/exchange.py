@@ -7,6 +7,7 @@ On an accelerator it is the stream that waits, up to the process group's timeout
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -117,7 +118,8 @@ def _run(
     except TransportError:
         raise
     except RuntimeError as error:  # Gloo's, of a connection
-        first = next(iter(str(error).splitlines()), "")
+        # Less the place in Gloo's sources.
+        first = re.sub(r"^\[\S+\.cc:\d+\] ", "", next(iter(str(error).splitlines()), ""))
         text = f"rank {dist.get_rank()} waited for {what}: {first}\n{ended_ranks(ranks)}"
         raise TransportError(text) from error
 

@@ -16,6 +16,7 @@ from shardwise.errors import ConfigError
 
 LIMIT_VARIABLE = "SHARDWISE_WAIT_LIMIT_S"
 WARN_VARIABLE = "SHARDWISE_WAIT_WARN_S"
+START_AGAIN = " Who catches this is out of step, in later models too: start all ranks again."
 _DEFAULTS = {LIMIT_VARIABLE: 120.0, WARN_VARIABLE: 5.0}
 
 _chosen: dict[str, float] = {}

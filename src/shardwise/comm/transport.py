@@ -56,6 +56,10 @@ class Position:
     phase: str  # "forward" | WITHOUT_GRADIENTS | "backward" | "unshard" | "state_dict" | ...
     unit: str
 
+    @property
+    def text(self) -> str:  # a pass: a step of the optimizer may have several backwards
+        return f"pass {self.step}, {self.phase}{f', unit {self.unit!r}' if self.unit else ''}"
+
 
 WITHOUT_GRADIENTS = "forward without gradients"
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.comm.board import (
+    ANSWER_S,
     STALL_S,
     Board,
     check_lives,
@@ -32,7 +33,7 @@ from shardwise.comm.board import (
     text_of,
     whereabouts,
 )
-from shardwise.comm.limits import LIMIT_VARIABLE, wait_limit_s, warn_after_s
+from shardwise.comm.limits import LIMIT_VARIABLE, START_AGAIN, wait_limit_s, warn_after_s
 from shardwise.comm.transport import Position, how_to_differ
 from shardwise.errors import DivergenceError, PeerTimeoutError, TransportError
 
@@ -92,6 +93,7 @@ class Wait:
                 f"{self.describe(waited_s)}\n{self.remedy}. If one may really take longer, raise "
                 f"{LIMIT_VARIABLE} (now {self._limit_s:g} s) or call shardwise.set_wait_limit()."
                 + how_to_differ(self._position)
+                + START_AGAIN
             )
         if waited_s > self._warn_at:
             self._warn_at = waited_s * 2
@@ -153,17 +155,21 @@ class _WaitForWork(Wait):
 
 
 class Told:
-    """Around a wait that cannot be cut into slices: told to the others and logged as others are."""
+    """Around a wait that cannot be cut into slices: told to the others and logged as others are.
+    The thread ends with the wait: Python that ends while a thread is in the store aborts.
+    """
 
     def __init__(self, what: str) -> None:
         self._what, self._over = what, threading.Event()
 
     def __enter__(self) -> None:
         wait = Wait(self._what, limit_s=math.inf)
-        threading.Thread(target=self._tell, args=(wait,), daemon=True).start()
+        self._thread = threading.Thread(target=self._tell, args=(wait,), daemon=True)
+        self._thread.start()
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        self._thread.join(ANSWER_S)
 
     def _tell(self, wait: Wait) -> None:
         began = time.monotonic()

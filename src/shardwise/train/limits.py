@@ -20,7 +20,7 @@ _LIMITS = {
     ),
 }
 _PLACES = {
-    errno.ENOSPC: "no space is left there; make room, or use another folder",
+    errno.ENOSPC: "too little space is left there; make room, or use another folder",
     errno.EDQUOT: "the quota there is used up; make room, or use another folder",
     errno.EROFS: "it is mounted read-only; use another folder",
     errno.EACCES: "there is no permission to write there; use another folder",
@@ -35,6 +35,7 @@ _WORDS = {
     "unable to mmap": errno.ENOMEM,
     "no address space": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
+    "are free on the disk": errno.ENOSPC,  # ours, before a checkpoint is written
 }
 
 

@@ -47,12 +47,10 @@ def find_start(
     resume = config.checkpoint.resume
     if resume == "off" and (newest is not None or skipped):
         where = newest.path.parent if newest is not None else manager.directory
-        raise ConfigError(
-            f"checkpoint.resume: is off, but {where} holds checkpoints; "
-            "use another run.dir, or resume = 'auto'"
-        )
+        text = f"checkpoint.resume: is off, but {where} holds checkpoints; "
+        raise ranks.agreed(ConfigError(f"{text}use another run.dir, or resume = 'auto'"))
     if newest is None and resume not in ("auto", "off"):
-        newest = _open_named(manager, Path(resume).expanduser())
+        newest = _open_named(manager, Path(resume).expanduser(), ranks)
     if newest is None:
         if skipped:
             notes.append("no complete checkpoint is left; starting from the beginning")
@@ -63,11 +61,11 @@ def find_start(
     return found, copies if found is in_memory else None, notes
 
 
-def _open_named(manager: CheckpointManager, path: Path) -> Checkpoint:
+def _open_named(manager: CheckpointManager, path: Path, ranks: Ranks) -> Checkpoint:
     try:
         return manager.open(path)
     except CheckpointError as error:
-        raise ConfigError(f"checkpoint.resume: {error}") from None
+        raise ranks.agreed(ConfigError(f"checkpoint.resume: {error}")) from None
 
 
 def _check(checkpoint: Checkpoint, config: Config, data: Data, model: nn.Module) -> None:

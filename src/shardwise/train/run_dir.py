@@ -112,9 +112,9 @@ def finished(config: Config) -> str:
     newest: Checkpoint | None = next(iter(list_checkpoints(run_dir.checkpoints).complete), None)
     if config.checkpoint.resume == "off" or newest is None or newest.step < config.train.steps:
         return ""
-    changed = {key.partition(".")[0] for key in run_dir.changed_keys(config)}
-    if changed & {"model", "data"}:  # not this run: let the resume check say what differs
-        return ""
+    changed = run_dir.changed_keys(config)
+    if any(key.startswith(("model.", "data.", "run.seed")) for key in changed):
+        return ""  # not this run: let the resume check say what differs
     losses: list[Any] = [
         r["val_loss"] for r in read_metrics(run_dir.metrics_file) if "val_loss" in r
     ]

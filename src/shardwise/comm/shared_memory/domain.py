@@ -138,7 +138,7 @@ class Domain:
         _running.append(self)
         self._all_entered, self.is_watched, self._round = False, False, 0
         own = self.own
-        own.text = f"step {position.step}, {position.phase}, unit {position.unit!r}"
+        own.text = position.text
         own.position, own.step, own.at = hash_of(position), position.step & (2**64 - 1), 0
         own.posted = 0
         own.watched = self.phase if is_watched else 0
@@ -160,7 +160,7 @@ class Domain:
         # Positions first: they stand until this rank leaves, and are the better error.
         for i in self.others:
             if self.controls[i].position != self.own.position:
-                # `step N, PHASE, unit 'NAME'`
+                # `pass N, PHASE, unit 'NAME'`
                 theirs = self.controls[i].text.split(", ")[1]
                 raise DivergenceError(
                     f"rank {self.ranks[self.me]} is at {self.own.text}, rank {self.ranks[i]} at "
@@ -405,14 +405,16 @@ class Domain:
     def _whereabouts(self, control: Control) -> str:
         if not control.entered:
             return "has not entered the engine"
-        place = f"{control.text} (phase {control.entered})"
+        place = control.text
         if control.at:
             place += f", last at {control.record(control.at - 1).name}"
         if control.has_abandoned(control.entered):
             place += ", abandoned after an exception"
-        elif control.left >= control.entered:
-            place += ", left: in user code"
-        return place + (", waiting" if control.waiting else "")
+        elif control is self.own:
+            return place + ", waits here"
+        elif control.left >= control.entered and not control.waiting:
+            place += ", left: in user code, or in a wait of another kind (its own log says)"
+        return place + (", waits for other ranks" if control.waiting else "")
 
 
 class _Lack(Wait):
