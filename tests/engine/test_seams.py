@@ -2,6 +2,7 @@
 like a plain model.
 
     guard, service   listen to moments                        core/moments.py
+    hold             keeps a gathered copy                    core/copy.py
     route            takes gradients its own way              core/route.py
     store            keeps optimizer state elsewhere          torch's own hooks; shards are tensors
 """
@@ -21,6 +22,7 @@ from ranks import on_ranks
 from shardwise.engine.core import moments
 from shardwise.engine.core.backward import BackwardPass
 from shardwise.engine.core.context import Context
+from shardwise.engine.core.copy import OTHERS
 from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.route import USUAL, Route
 from shardwise.engine.core.state import unit_of, units_in
@@ -120,6 +122,31 @@ def train_with_an_average(setting: Setting, rank: int, world: int) -> None:
     close(model, plain.model, str(setting))
     for name, p in model.named_parameters():
         assert torch.equal(full(average.of[p]), averages[name]), f"{setting} {name}"
+
+
+# -- a hold ----------------------------------------------------------------------------------------
+@on_ranks(2)
+def test_a_hold_from_outside(rank: int, world: int) -> None:
+    """A copy stays as long as somebody holds it, is gathered anew after a write, and then goes."""
+    for setting in settings("full_shard"):
+        plain = Plain(make(Mlp), world)
+        model = setting.shard(make(Mlp), world)
+        held, other = unit_of(model.layers[0]), unit_of(model.layers[1])
+        held.copy.take(OTHERS)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain.model)]
+        for step in range(2):
+            loss_of(model(batch(Mlp, step, rank))).backward()
+            assert held.copy.is_there
+            assert held.copy.shows_shards
+            assert not other.copy.is_there
+            plain.step(step)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        close(model, plain.model, str(setting))
+        held.copy.drop(OTHERS)
+        held.settle()
+        assert not held.copy.is_there
 
 
 # -- a route ---------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class BackwardPass:
         if not self.creates_graph:
             self._be_quiet(unit)
         unit.pre_backward()
-        for tell in self.moments.recomputing:
+        for tell in self.moments.computing_backward:
             tell(unit)
 
     def recomputing(self, unit: Unit) -> None:
@@ -372,4 +372,6 @@ def _join_peers(ending: list[BackwardPass]) -> None:
                         f"{one.bucket.name}: another rank reduces gradients of this unit, which "
                         "this rank has deleted; keep the same models on all ranks"
                     )
-                ending[0].join(grads, one)
+                context = grads.state.unit().context
+                own = next((b for b in ending if b.context is context), ending[0])
+                own.join(grads, one)

@@ -99,7 +99,7 @@ class BucketState:
         self._registered: tuple[torch.Tensor, ...] = ()  # what the registered shards show
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()  # of the full parameters when they were gathered
-        self._own_uses = 0  # of the storage by engine and transport, see `kept_views`
+        self._own_uses = 0  # of the storage by engine and transport, see `guards.views`
         self._uses_before_gather = self._uses_behind_gather = 0
         self._uses_before = 0  # when a backward began
 

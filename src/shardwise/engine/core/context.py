@@ -132,11 +132,18 @@ class Context:
 
     def end_call(self, name: str, outermost: bool) -> None:
         self.depth -= 1
-        if not outermost:
-            return
+        if outermost:
+            try:
+                self._end_forward()
+            except BaseException:
+                self.abandon()
+                raise
+            self._leave("forward", name)
+
+    def _end_forward(self) -> None:
         has_grad = torch.is_grad_enabled()
         for unit in self.units:
-            if unit._modules_run:
+            if unit.is_running:
                 unit.rest_after_forward()
             if has_grad:  # it may have run, and be released, on some ranks only
                 unit.is_unsharded_everywhere = False
@@ -146,7 +153,6 @@ class Context:
         if self.keeps_some or not has_grad:
             self._fill_kept()
         self.latest_call, self.is_alone = None, False
-        self._leave("forward", name)
 
     def _fill_kept(self) -> None:
         """Ranks may have run different units, or none may have run a certain one. Where copies stay

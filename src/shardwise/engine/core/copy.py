@@ -5,8 +5,10 @@
     stale       some rank has: the next forward gathers again. Backwards never do, they use the
                 copy that their forward used
 
-Whoever needs the copy takes a hold by the reason; memory goes when the last one goes. While a hold
-of use is taken, modules show full parameters; holds of memory leave shards in their place.
+Whoever needs the copy takes a hold by the reason (`take`, `drop`). When a forward or a backward is
+over, its own holds go, and the unit settles: memory goes when no hold is left. While a hold of use
+is taken, modules show full parameters; holds of memory leave shards in their place. A write to the
+shards, `reshard()` and a new layout end every copy, whoever holds it.
 
     of use      BACKWARD  from the first sign of the unit's backward, until that is over
                 GRAPH     create_graph: the graph under construction saves full parameters
@@ -15,6 +17,7 @@ of use is taken, modules show full parameters; holds of memory leave shards in t
                 PASS      the strategy, or a setting, keeps it between passes
     of memory   WISH      forwards without gradients find it again: the user has asked to keep it
                 CLEAN     the strategy keeps it until somebody writes to the shards
+                OTHERS    and above: for whoever comes from outside of the kernel
 
 A forward that runs, of the unit or of one that borrows its parameters, is counted by the unit.
 """
@@ -32,7 +35,8 @@ from shardwise.engine.tensor.shard_tensor import Mark
 
 BACKWARD, GRAPH, UNSEEN, USER, PASS = 1, 2, 4, 8, 16
 USE = BACKWARD | GRAPH | UNSEEN | USER | PASS
-WISH, CLEAN = 32, 64
+WISH, CLEAN, OTHERS = 32, 64, 128
+PASSING = USE | WISH  # that a pass takes, and its end drops
 
 
 class FullCopy:
@@ -68,6 +72,13 @@ class FullCopy:
         if self.is_there and not self.is_stale and self.version == self._mark.count:
             return False
         return not self.is_there or graph_task_id() == -1
+
+    def take(self, hold: int) -> None:
+        self.holds |= hold
+
+    def drop(self, hold: int) -> None:
+        """The memory goes when the unit settles next (`Unit.settle`)."""
+        self.holds &= ~hold
 
     # -- gathering -------------------------------------------------------------------------------
     def issue(self, gather: Callable[[], Sequence[Handle]]) -> None:

@@ -1,13 +1,14 @@
 """Gradients of one bucket: from autograd's accumulator to the sharded `.grad`.
 
-arrival     a full gradient leaves the full parameter for the reduction's buffer at once
+arrival     a full gradient leaves the full parameter for the reduction's buffer, small ones
+            together (`arrivals`)
 complete    all trainable parameters have arrived: the reduction may be issued
 deliver     this rank's part of the sum is added to `.grad`; a parameter without a gradient on any
             rank stays None
 partial     without sync a full gradient is added up on this rank instead; `.grad` then stands for
             it (`Pending`)
 replica     without all-reduce the sum over the shard axis is kept, and joins the next all-reduce
-home        where replicas share a shard out, that all-reduce is a reduce-scatter (see `home`)
+home        where replicas share a shard out, that all-reduce is a reduce-scatter (see `stages`)
 """
 
 from __future__ import annotations

@@ -7,23 +7,26 @@ A listener is any object with methods that are named like moments; it hears of t
     gathering(unit)            its gather is issued
     filling(unit)              the gather of shards that replicas share out is issued
     computing(unit)            its full parameters are there, its forward computes next
-    computed(unit)             it has, and a backward is to be expected
+    computed(unit)             its forward has computed, and a backward is to be expected
     releasing(unit)            a forward is over, its copy goes next
     released(unit)             the copy has gone
     after_forward(context)     an outermost forward is over, its phase is not left yet
     before_backward(backward)  a backward has entered its phase
     reached(unit)              the first sign of a unit's backward
-    recomputing(unit)          its full parameters are there, its backward computes next
+    computing_backward(unit)   its full parameters are there, its backward computes next
     issued(unit, reductions)   its reductions are on their way
-    delivered(unit)            one of them is in `.grad`, or kept
-    ending(backward)           all are, on all ranks
+    delivered(unit)            the sum of one of them is in `.grad`, or kept
+    ending(backward)           all sums are delivered, on all ranks
     after_backward(context)    everything is at rest, the phase is not left yet
     ended(backward)            control is the user's again: who complains holds up no peer
     failed(context)            an exception ended a pass; units go to rest next
     weighing(context)          gradients are reduced outside of a backward
 
-Listeners never change what happens; an exception in one is an exception in the pass. They are told
-in the order in which they were registered: `rings` lists those that come with the engine.
+A forward that kept copies serve alone has no phase, and is told like others; one that runs again
+inside a backward is told as `called` only. Listeners never steer the kernel by what they return;
+they may call it (gather ahead, step a unit, set a weight). An exception in one is an exception in
+the pass. They are told in the order in which they were registered: `rings` lists those that come
+with the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ NAMES = (
     "after_forward",
     "before_backward",
     "reached",
-    "recomputing",
+    "computing_backward",
     "issued",
     "delivered",
     "ending",
@@ -79,7 +82,7 @@ class Moments:
     after_forward: Tell
     before_backward: Tell
     reached: Tell
-    recomputing: Tell
+    computing_backward: Tell
     issued: Tell
     delivered: Tell
     ending: Tell

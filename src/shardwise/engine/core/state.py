@@ -26,7 +26,7 @@ class ModuleState:
         self.around: Around | None = None  # activations are recomputed, or move to the host
         self.is_known = False  # a root has taken this module in
         self.original: nn.Module | None = None  # of a shallow copy: its unit knows that one
-        self.registrations = -1  # when its modules were last looked at, see `added`
+        self.registrations = -1  # when its modules were last looked at, see `guards.changes`
 
     def on(self, unit: Unit) -> ModuleState:
         """The same state on the unit of a copy."""

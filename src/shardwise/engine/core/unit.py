@@ -9,8 +9,8 @@
     complete                                                                  reduction issued
     end             released                                     shards       delivered
 
-Who calls what when is decided in `context` (forward) and `backward`; here is only what one unit
-does.
+Who calls what when is decided in `call` and `context` (forward) and in `backward`; here is only
+what one unit does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,17 @@ from shardwise.comm.phases import Wire, phase_on
 from shardwise.comm.streams import Streams
 from shardwise.comm.transport import Handle, Transport
 from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_tie
-from shardwise.engine.core.copy import BACKWARD, CLEAN, GRAPH, PASS, USE, USER, WISH, FullCopy
+from shardwise.engine.core.copy import (
+    BACKWARD,
+    CLEAN,
+    GRAPH,
+    PASS,
+    PASSING,
+    USE,
+    USER,
+    WISH,
+    FullCopy,
+)
 from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import guests_of, take_back
 from shardwise.engine.core.parameter import ShardedParam, Slot
@@ -102,7 +112,7 @@ class Unit(UnitGradients):
 
         self.delivers_early = False  # gradients, once all ranks have handed theirs in
         self.num_uses = 0  # forwards with gradients since the last backward
-        # By the user, on all ranks alike: since the last backward; the same, and still so on all.
+        # The user has unsharded it, on all ranks: since the last backward; since the last pass.
         self.was_unsharded = self.is_unsharded_everywhere = False
         self._modules_run = 0
         self.is_awaited = False  # the forward that runs has given an output that needs a gradient
@@ -399,7 +409,7 @@ class Unit(UnitGradients):
         """Register the shards and release the full copy, whoever holds it."""
         copy = self.copy
         copy.show_shards()
-        copy.holds &= CLEAN
+        copy.holds &= ~PASSING
         self.is_unsharded_everywhere = False
         if copy.is_there:
             copy.release(after)
@@ -485,17 +495,22 @@ class Unit(UnitGradients):
                 copy.holds &= ~USER  # else `functional_call` puts back the full parameters it found
             if not (self.keeps_between_steps or self.releases_after_forward()):
                 copy.holds |= PASS
-        if copy.holds & USE:
-            return
-        if copy.holds:
-            copy.show_shards()
-            return
-        for tell in self.context.moments.releasing:
-            tell(self)
-        if copy.is_there and self.strategy.forward_world and has_grad:
-            self._regroup()
-        else:
-            self.reshard("" if has_grad else "forward")
+        if not copy.holds:
+            for tell in self.context.moments.releasing:
+                tell(self)
+            if copy.is_there and self.strategy.forward_world and has_grad:
+                self._regroup()
+                return
+        self.settle("" if has_grad else "forward")
+
+    def settle(self, after: str = "") -> None:
+        """What follows from the holds: without one of use, modules show shards; without any, memory
+        goes.
+        """
+        if not self.copy.holds:
+            self.reshard(after)
+        elif not self.copy.holds & USE:
+            self.copy.show_shards()
 
     @property
     def is_running(self) -> bool:
@@ -556,18 +571,15 @@ class Unit(UnitGradients):
         copy = self.copy
         if copy.holds & GRAPH:
             return
-        copy.holds &= CLEAN
+        copy.holds &= ~PASSING
         if copy.shows_shards and not copy.is_there:
             return  # it is at rest already
         self._check_unwritten()
         self._drop_parts()
         self.is_unsharded_everywhere = False
-        if self.keeps_between_steps:
-            copy.show_shards()
-        elif self.reshard_after_backward:
-            self.reshard("backward")
-        else:
+        if not (self.reshard_after_backward or self.keeps_between_steps):
             copy.holds |= PASS
+        self.settle("backward")
 
     def abandon(self, *, keep: bool = False) -> None:
         """An exception ended a pass: back to rest, without what it collected. `keep`: copies that
@@ -587,8 +599,9 @@ class Unit(UnitGradients):
     def show_shards(self, *, keep: bool = False) -> None:
         """Behind an exception, whatever was to follow."""
         self._drop_parts()
-        if self.keeps_between_steps or (keep and self.is_kept_by_wish):
-            self.copy.holds &= CLEAN | WISH | USER
+        is_kept = self.keeps_between_steps or (keep and self.is_kept_by_wish)
+        self.copy.holds &= ~PASSING | (USER | WISH if is_kept else 0)
+        if is_kept:
             self.copy.show_shards()
         else:
             self.reshard()

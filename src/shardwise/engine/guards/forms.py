@@ -4,7 +4,7 @@ tuples, dicts, named tuples, dataclasses, plain attributes.
 A parameter changes its form (shards at rest, full while its unit runs), and whoever keeps a form
 that is not registered computes with old numbers. The rule: such a place shows what the parameter's
 own slot shows. Places are looked for when a root takes modules in, and where a module's attributes
-are looked at anyway (see `kept_views`); lists and dicts are changed in place.
+are looked at anyway (see `views`); lists and dicts are changed in place.
 """
 
 from __future__ import annotations

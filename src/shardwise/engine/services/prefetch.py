@@ -68,7 +68,7 @@ class Prefetch:
         if unit.overlaps:
             self._ended.append(unit.ref)
 
-    def recomputing(self, unit: Unit) -> None:
+    def computing_backward(self, unit: Unit) -> None:
         if unit.backward_prefetch:
             for ref in unit.backward_prefetch:
                 if (named := ref()) is not None and not named.keeps_between_steps:
