@@ -80,7 +80,8 @@ def fully_shard(
             over the whole of it.
         strategy: "full_shard", "hybrid_shard", "hybrid_full_optimizer", "shard_grad_op",
             "shard_optimizer", "no_shard" (aliases "zero3", ...). Excludes `reshard_after_forward`.
-        transport: "auto", "c10d", "shared_memory", or an object that implements `Transport`.
+        transport: "auto", "c10d", "shared_memory", the name of one that was registered
+            (`register_transport`), or an object that implements `Transport`.
 
     Returns:
         The module (or list), its class swapped for one that is also an `FSDPModule`.

@@ -106,7 +106,7 @@ def _prepare(rank: int, num_ranks: int) -> tuple[Card, Arena | None]:
         arena = Arena(f"shardwise-{rank}", HEAD_BYTES, num_ranks)
         control = Control(arena)
         control.nonce = secrets.token_bytes(16)
-        control.pid, control.rank = os.getpid(), rank
+        control.pid = os.getpid()
         boot_id = _BOOT_ID.read_text().strip()
     except (OSError, MemoryError) as error:
         return replace(card, trouble=f"cannot make shared memory: {error}"), None

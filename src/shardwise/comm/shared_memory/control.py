@@ -4,11 +4,11 @@ Both lie at the head of its arena. Every word has one writer, the owner; words t
 together have a cache line of their own.
 
     byte  word  written               content
-       0     0  once                  nonce (2 words), process id, global rank
+       0     0  once                  nonce (2 words), process id
       64     8  engine entered        entered: number of the phase
      128    16  phase left            left: number of the last phase that this rank has left
      192    24  after an exception    abandoned[phase & 1]: 2 * abandoned phase, + 1 once gone
-     256    32  before `entered`      hash of the position, step; on each gather: bucket key + 1;
+     256    32  before `entered`      hash of the position; on each gather: bucket key + 1;
                                       watched: number of the phase in which tools watch collectives
      320    40  around each sleep     waiting: doorbell value that it sleeps on + 1, 0 when awake
      384    48  end of a backward     ended: number of the phase; each post: hash of what was posted
@@ -76,13 +76,11 @@ class Control:
     """The control block of one rank, over the mapping of its arena."""
 
     pid = Word(2)
-    rank = Word(3)
     entered = Word(8)
     left = Word(16)
     position = Word(32)
-    step = Word(33)
-    at = Word(34)
-    watched = Word(35)
+    at = Word(33)
+    watched = Word(34)
     waiting = Word(40)
     ended = Word(48)
     posted = Word(49)

@@ -139,7 +139,7 @@ class Domain:
         self._all_entered, self.is_watched, self._round = False, False, 0
         own = self.own
         own.text = position.text
-        own.position, own.step, own.at = hash_of(position), position.step & (2**64 - 1), 0
+        own.position, own.at = hash_of(position), 0
         own.posted = 0
         own.watched = self.phase if is_watched else 0
         self.order()

@@ -17,21 +17,13 @@ TILE_BYTES = 1 << 20
 
 
 def sum_of_ranks(
-    own: torch.Tensor, rank: int, parts: dict[int, torch.Tensor], scale: float = 1.0
+    out: torch.Tensor, rank: int, peers: dict[int, torch.Tensor], scale: float = 1.0
 ) -> None:
-    """Add the others' parts, by rank, to this rank's, in the order of the ranks."""
-    before = [part for r, part in parts.items() if r < rank]
-    after = [part for r, part in parts.items() if r > rank]
-    sum_in_order(own, before, after, scale)
-
-
-def sum_in_order(
-    out: torch.Tensor, before: list[torch.Tensor], after: list[torch.Tensor], scale: float = 1.0
-) -> None:
-    """`out = scale * (sum(before) + out + sum(after))`, added from left to right.
-
-    Narrower parts are widened exactly.
+    """Add the peers' parts, by rank, to this rank's in `out`, in the order of the ranks. Narrower
+    parts are widened exactly.
     """
+    before = [part for r, part in peers.items() if r < rank]
+    after = [part for r, part in peers.items() if r > rank]
     if not out.numel():
         return
     tile = max(1, TILE_BYTES // out.itemsize)
