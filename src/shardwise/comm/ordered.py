@@ -83,7 +83,7 @@ class Ordered(Transport[B]):
     def failure(self, what: str, error: Exception) -> TransportError:
         """The error of a collective, with where this rank stood."""
         at = self._position
-        where = f"step {at.step}, {at.phase}, unit {at.unit}" if at else "outside of a step"
+        where = at.text if at else "outside of a step"
         own = self._shard.ranks[self._shard.rank]
         ranks = {rank for axis in (self._shard, self._replicate) for rank in axis.ranks}
         return TransportError(
