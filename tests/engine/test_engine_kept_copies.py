@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from engine_kit import TRANSPORTS, Branches, full, grid, line
+from engine_kit import TRANSPORTS, Branches, full, grid, line, units_of
 
 import shardwise as sw
 from ranks import on_ranks, spawn_ranks
@@ -131,6 +132,60 @@ def test_ranks_that_run_different_units_generate(rank: int, world: int, how: str
         with torch.no_grad():
             for _ in range(1 + num * rank):
                 torch.testing.assert_close(model(x, *routes[rank]), plain(x, *routes[rank]))
+
+
+@on_ranks(2)
+def test_a_forward_that_released_on_one_rank_what_was_unsharded(rank: int, world: int) -> None:
+    """Whether a copy serves a forward alone is said by what all ranks know, not by who has one."""
+    torch.manual_seed(0)
+    plain = Branches()
+    model: Any = copy.deepcopy(plain)
+    options = {"mesh": line(world), "transport": "shared_memory"}
+    for i, layer in enumerate(model.layers):
+        sw.fully_shard(layer, strategy="full_shard" if i == 2 else "shard_grad_op", **options)
+    sw.fully_shard(model, strategy="shard_grad_op", **options)
+    routes = ((0, 1), (0, 1, 2))
+    x = torch.full((2, 8), 0.3)
+    for _ in range(2):
+        model.layers[2].unshard()
+        losses = [plain(x, *route).sum() for route in routes]
+        own = model(x, *routes[rank]).sum()
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(model(x, *routes[rank]), plain(x, *routes[rank]))
+        torch.stack(losses).mean().backward()
+        own.backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(q.grad), p.grad, msg=name)
+        model.layers[2].unshard()
+        with torch.no_grad():  # wished anew, on all ranks
+            for _ in range(1 + 3 * rank):
+                torch.testing.assert_close(model(x, 2, 0), plain(x, 2, 0))
+
+
+@pytest.mark.parametrize("how", KEPT)
+@on_ranks(2)
+def test_a_forward_that_failed_early_on_one_rank(rank: int, world: int, how: str) -> None:
+    """The other had gathered all copies by then; both gather before the next evaluation."""
+    torch.manual_seed(0)
+    plain = Branches()
+    model = sharded(plain, how, mesh=line(world), transport="shared_memory")
+    x = torch.full((2, 8), 0.3)
+    for has_grad in (True, False):
+        with torch.no_grad():
+            for p in (*plain.parameters(), *model.parameters()):
+                p.mul_(0.9)
+        ask_to_keep(model, how)
+        route = (0, 1, 2) if rank else (0, 99)
+        with torch.set_grad_enabled(has_grad), contextlib.suppress(IndexError, RuntimeError):
+            model(x, *route)  # without gradients it may be served alone, and succeed
+        for num in (1, 1 + 2 * rank):
+            with torch.no_grad():
+                for _ in range(num):
+                    torch.testing.assert_close(model(x, 0, 1, 2), plain(x, 0, 1, 2))
+            ask_to_keep(model, how)
+        for module in units_of(model) if how == "unshard" else ():
+            module.reshard()  # what follows writes to shards
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -148,6 +148,8 @@ class Context:
         for unit in self.units:
             if unit._modules_run:
                 unit.rest_after_forward()
+            if unit.was_unsharded and torch.is_grad_enabled():  # released where it ran
+                unit.was_unsharded, unit.is_stale = False, True
         self.forget_guests()
         self.prefetch.end_forward()
         if self.keeps_some or not torch.is_grad_enabled():
@@ -204,7 +206,7 @@ class Context:
         """
         kept = [u for u in units if u.transports and (u.keeps_between_steps or u.homes)]
         if self.may_hold:
-            kept = [u for u in units if u.transports and (u in kept or u.may_be_kept)]
+            kept = [u for u in units if u.transports and (u.homes or u.may_be_kept)]
         if not kept:
             return
         # Units that are not held count too: ranks differ in that after an exception.

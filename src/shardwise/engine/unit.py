@@ -110,7 +110,7 @@ class Unit(UnitGradients):
         self.is_stale = False  # ... but somebody wrote to the shards since
         self.gathered_at = -1
         self.is_unsharded = False  # by the user, until it is resharded or its backward is over
-        self.was_unsharded = False  # ... on all ranks alike: since the last backward
+        self.was_unsharded = False  # ... on all ranks alike: since the last pass with gradients
         self.in_double_backward = False
         self.hides_outputs = False  # no hook reaches the last forward's tensors: stays gathered
         self._handles: Sequence[Handle] = ()
@@ -191,10 +191,6 @@ class Unit(UnitGradients):
         return any(p.sharded.requires_grad for p in self.params)
 
     @property
-    def is_fresh(self) -> bool:
-        return not self.is_stale and self.is_current_copy
-
-    @property
     def is_current_copy(self) -> bool:
         """This rank has not written to its shards since the gather."""
         return self.gathered_at == self.mark.count
@@ -207,25 +203,27 @@ class Unit(UnitGradients):
     @property
     def may_be_kept(self) -> bool:
         """On some rank; says the same on all."""
-        return self.was_unsharded or not (self.reshard_after_forward or self.root_rule)
+        is_kept = self.keeps_between_steps or self.was_unsharded
+        return is_kept or not (self.reshard_after_forward or self.root_rule)
 
     @property
     def serves_alone(self) -> bool:
         """A forward without gradients needs nothing of other ranks, as far as this one knows."""
-        return not self.transports or (self.is_held and self.is_fresh and not self.is_behind)
+        is_there = self.may_be_kept and not self.is_behind
+        return not self.transports or (is_there and not self.is_stale)
 
     @property
     def is_behind(self) -> bool:
         """What it keeps between forwards is older than this rank's shards, or is not there."""
-        is_kept = self.keeps_between_steps or self.may_be_kept
-        if is_kept and not (self.is_held and self.is_current_copy):
+        if self.may_be_kept and not (self.is_held and self.is_current_copy):
             return True
         return any(home.gathered_at != self.mark.count for home in self.homes)
 
     @property
     def needs_gather(self) -> bool:
         """No copy is held, or one that was written since; a backward takes that of its forward."""
-        return not self.is_held or (not self.is_fresh and graph_task_id() == -1)
+        is_fresh = self.is_current_copy and not self.is_stale
+        return not self.is_held or (not is_fresh and graph_task_id() == -1)
 
     def is_registered(self) -> bool:
         """True when the modules hold this unit's parameters, in whatever form."""
@@ -654,6 +652,8 @@ class Unit(UnitGradients):
         self._modules_run = self._num_users = self.num_uses = 0
         self.open_calls.clear()
         self.in_double_backward = self.hides_outputs = False
+        self.is_stale |= not keep  # until ranks have asked each other: some may have no copy
+        self.was_unsharded &= keep
         self.show_shards(keep=keep)
 
     def show_shards(self, *, keep: bool = False) -> None:
