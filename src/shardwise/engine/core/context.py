@@ -145,8 +145,8 @@ class Context:
         for unit in self.units:
             if unit.is_running:
                 unit.rest_after_forward()
-            if has_grad:  # it may have run, and be released, on some ranks only
-                unit.is_unsharded_everywhere = False
+            if unit.was_unsharded and has_grad:  # released where it ran
+                unit.was_unsharded, unit.copy.is_stale = False, True
         self.forget_guests()
         for tell in self.moments.after_forward:
             tell(self)
@@ -204,7 +204,7 @@ class Context:
         """
         kept = [u for u in units if u.transports and (u.keeps_between_steps or u.middles)]
         if self.may_hold:
-            kept = [u for u in units if u.transports and (u in kept or u.may_be_kept)]
+            kept = [u for u in units if u.transports and (u.middles or u.may_be_kept)]
         if not kept:
             return
         # Units that are not held count too: ranks differ in that after an exception.
@@ -316,7 +316,7 @@ class Context:
         if self.may_hold:
             self.may_hold = False
             for unit in self.units:
-                unit.was_unsharded = unit.is_unsharded_everywhere = False
+                unit.was_unsharded = False
         self._leave("backward", "")
 
     def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:

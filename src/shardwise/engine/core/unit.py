@@ -112,8 +112,7 @@ class Unit(UnitGradients):
 
         self.delivers_early = False  # gradients, once all ranks have handed theirs in
         self.num_uses = 0  # forwards with gradients since the last backward
-        # The user has unsharded it, on all ranks: since the last backward; since the last pass.
-        self.was_unsharded = self.is_unsharded_everywhere = False
+        self.was_unsharded = False  # by the user, on all ranks, since the last pass with gradients
         self._modules_run = 0
         self.is_awaited = False  # the forward that runs has given an output that needs a gradient
         self.open_calls: set[int] = set()  # ids of calls whose backward is not over
@@ -199,29 +198,19 @@ class Unit(UnitGradients):
     @property
     def may_be_kept(self) -> bool:
         """On some rank; says the same on all."""
-        return self.was_unsharded or not (self.reshard_after_forward or self.root_rule)
+        is_kept = self.keeps_between_steps or self.was_unsharded
+        return is_kept or not (self.reshard_after_forward or self.root_rule)
 
     @property
     def serves_alone(self) -> bool:
-        """A forward without gradients needs nothing of other ranks, as far as this one knows: its
-        copy is kept on all ranks, by what all of them know, and is current here.
-        """
-        if not self.transports:
-            return True
-        is_there = self.is_kept_everywhere and self.copy.is_there
-        return is_there and self.copy.is_fresh and not self.is_behind
-
-    @property
-    def is_kept_everywhere(self) -> bool:
-        if self.keeps_between_steps or self.is_unsharded_everywhere:
-            return True
-        return not (self.reshard_after_forward or self.root_rule)
+        """A forward without gradients needs nothing of other ranks, as far as this one knows."""
+        is_there = self.may_be_kept and not self.is_behind
+        return not self.transports or (is_there and not self.copy.is_stale)
 
     @property
     def is_behind(self) -> bool:
         """What it keeps between forwards is older than this rank's shards, or is not there."""
-        is_kept = self.keeps_between_steps or self.may_be_kept
-        if is_kept and not (self.copy.is_there and self.copy.is_current):
+        if self.may_be_kept and not (self.copy.is_there and self.copy.is_current):
             return True
         return any(middle.version != self.mark.count for middle in self.middles)
 
@@ -410,7 +399,6 @@ class Unit(UnitGradients):
         copy = self.copy
         copy.show_shards()
         copy.holds &= ~PASSING
-        self.is_unsharded_everywhere = False
         if copy.is_there:
             copy.release(after)
             for tell in self.context.moments.released:
@@ -437,7 +425,7 @@ class Unit(UnitGradients):
         if self.context.is_alone and self.serves_alone:
             return
         self.copy.holds |= USER
-        self.was_unsharded = self.is_unsharded_everywhere = True
+        self.was_unsharded = True
         self.context.may_hold = self.context.keeps_some = True
         with phase_on(self.wires, "unshard", self.name):
             if self.middles and graph_task() is None:  # a backward uses the values of its forward
@@ -576,7 +564,6 @@ class Unit(UnitGradients):
             return  # it is at rest already
         self._check_unwritten()
         self._drop_parts()
-        self.is_unsharded_everywhere = False
         if not (self.reshard_after_backward or self.keeps_between_steps):
             copy.holds |= PASS
         self.settle("backward")
@@ -594,6 +581,7 @@ class Unit(UnitGradients):
         self.is_awaited = False
         self.open_calls.clear()
         self.copy.is_stale |= not keep  # until ranks have asked each other: some may have none
+        self.was_unsharded &= keep
         self.show_shards(keep=keep)
 
     def show_shards(self, *, keep: bool = False) -> None:
