@@ -63,10 +63,6 @@ class FullCopy:
         return self.version == self._mark.count
 
     @property
-    def is_fresh(self) -> bool:
-        return not self.is_stale and self.version == self._mark.count
-
-    @property
     def needs_gather(self) -> bool:
         """None is there, or one that was written since; a backward takes that of its forward."""
         if self.is_there and not self.is_stale and self.version == self._mark.count:
