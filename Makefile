@@ -43,7 +43,7 @@ test: setup
 
 # What takes longer than CI has: run it before a release, and write down what it said.
 test-all: test
-	SHARDWISE_EXAMPLES=30 $(BIN)/python -m pytest tests/checkpoint/test_checkpoint_hostile.py \
+	SHARDWISE_EXAMPLES=30 $(BIN)/python -m pytest --timeout 7200 tests/checkpoint/test_checkpoint_hostile.py \
 		tests/checkpoint/test_checkpoint_every_value.py tests/layout
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
 	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
