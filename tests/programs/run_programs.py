@@ -29,7 +29,6 @@ import ranks  # noqa: E402 - likewise
 import shardwise as sw  # noqa: E402 - likewise
 
 SEEDS_A_CALL = 10
-LIMIT_S = 120
 
 
 def slow_down(rank: int, seed: int) -> None:
@@ -66,10 +65,12 @@ def run_some(rank: int, world: int, seeds: list[int], options: Options, slow: bo
         run_seed(rank, world, seed, options)
 
 
-def report_of(world: int, seeds: list[int], options: Options, slow: bool) -> tuple[int | None, str]:
+def report_of(
+    world: int, seeds: list[int], options: Options, slow: bool, limit_s: float
+) -> tuple[int | None, str]:
     """The first seed that failed, with what the ranks said."""
     try:
-        ranks.run_ranks(world, run_some, seeds, options, slow, timeout_s=LIMIT_S)
+        ranks.run_ranks(world, run_some, seeds, options, slow, timeout_s=limit_s)
     except ranks.RankError as error:
         text = str(error)
         named = [int(seed) for seed in re.findall(r"^ *seed (\d+) on ", text, re.MULTILINE)]
@@ -86,6 +87,9 @@ def main() -> int:
     parser.add_argument("--without", default="", help="kinds and actions to leave out")
     parser.add_argument("--odds", type=float, default=0.09, help="of an action before a step")
     parser.add_argument("--slow", action="store_true")
+    parser.add_argument(
+        "--limit", type=float, default=240, help=f"seconds for {SEEDS_A_CALL} of them"
+    )
     parser.add_argument("--budget", type=float, default=3600, help="seconds")
     args = parser.parse_args()
     first, last = map(int, args.seeds.split(":"))
@@ -101,7 +105,7 @@ def main() -> int:
                 if args.repeat is not None:
                     left = [args.repeat] * len(left)
                 while left and time.monotonic() - started_s < args.budget:
-                    seed, text = report_of(world, left, chosen, args.slow)
+                    seed, text = report_of(world, left, chosen, args.slow, args.limit)
                     if seed is None:
                         num_right += len(left)
                         break
