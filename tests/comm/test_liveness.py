@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from shardwise.comm import limits, order, waits
 from shardwise.comm.board import Board, default_board, whereabouts
 from shardwise.comm.exchange import gather_objects
 from shardwise.comm.liveness import Process
-from shardwise.comm.waits import AtWork
+from shardwise.comm.waits import AtWork, in_slices
 from shardwise.errors import PeerTimeoutError, TransportError
 
 LIMIT_S = 60.0  # for a loaded machine, not an expectation
@@ -188,3 +189,28 @@ def test_whoever_leaves_a_wait_has_nobody_in_the_store(
         time.sleep(0.1)
     assert set(threading.enumerate()) <= before
     assert said[-1] == ""
+
+
+class Late:
+    """A work that is complete just after the first slice of a wait was over."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error, self.num_waits = error, 0
+
+    def wait(self, limit: timedelta) -> None:
+        self.num_waits += 1
+        if self.num_waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def test_what_comes_when_a_slice_is_over_has_come() -> None:
+    work = Late(None)
+    in_slices(work, lambda: pytest.fail("it did not take long"))
+    assert work.num_waits == 2
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        in_slices(Late(RuntimeError("Connection reset")), lambda: pytest.fail("likewise"))

@@ -230,7 +230,7 @@ class _Work:
     def __init__(self, aside: Aside, wait: Callable[[], Any]) -> None:
         self._aside, self._wait = aside, wait
         self._answer: Answer | None = None
-        self._is_over = False
+        self._found: Any = _Work  # what came of it; this class: nothing yet
 
     def wait(self, limit: timedelta | None = None) -> None:
         if limit is None:
@@ -238,13 +238,13 @@ class _Work:
             return
         if self._answer is None:
             self._answer = self._aside.ask(self._wait)
-        try:
-            found = self._answer.get(timeout=limit.total_seconds())
-        except queue.Empty:
-            raise RuntimeError("not yet") from None
-        self._is_over = True
-        if isinstance(found, BaseException):
-            raise found
+        if not self.is_completed():
+            try:
+                self._found = self._answer.get(timeout=limit.total_seconds())
+            except queue.Empty:
+                raise RuntimeError("not yet") from None
+        if isinstance(self._found, BaseException):
+            raise self._found
 
     def is_completed(self) -> bool:
-        return self._is_over
+        return self._found is not _Work

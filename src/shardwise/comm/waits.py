@@ -115,7 +115,10 @@ def in_slices(work: Any, make: Callable[[], Wait]) -> None:
             break
         except RuntimeError as error:
             waited = time.monotonic() - began
-            if waited < 0.9 * slice_s or work.is_completed():
+            if work.is_completed():  # it failed, or came when this slice was over
+                work.wait(timedelta(seconds=slice_s))
+                break
+            if waited < 0.9 * slice_s:
                 raise
             wait = wait or make()
             try:
