@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -181,3 +182,15 @@ def test_trainable_parameters_that_are_ignored_are_named(rank: int, world: int) 
     assert not told(hooked)
     assert not told(lambda m: None, replicate)
     logging.getLogger("shardwise").removeHandler(handler)
+
+
+@on_ranks(2)
+def test_a_rank_that_comes_late_to_fully_shard_is_waited_for(rank: int, world: int) -> None:
+    """It may read its weights for minutes; the limit of waits is for ranks that train already."""
+    shardwise.set_wait_limit(1.0)
+    try:
+        if rank == 1:
+            time.sleep(4.0)
+        shardwise.fully_shard(nn.Linear(4, 4), transport="c10d")
+    finally:
+        shardwise.set_wait_limit()

@@ -52,11 +52,13 @@ def _reduce(tensor: torch.Tensor, op: Any, groups: Iterable[Group], what: str) -
         _run(work, group, what, on_host=tensor.is_cpu)
 
 
-def gather_tensors(own: torch.Tensor, group: Group, what: str) -> list[torch.Tensor]:
-    """Those of all ranks, of one shape, by rank."""
+def gather_tensors(
+    own: torch.Tensor, group: Group, what: str, *, limit_s: float | None = None
+) -> list[torch.Tensor]:
+    """Those of all ranks, of one shape, by rank. `limit_s`: see `wait_for`."""
     rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     work = partial(dist.all_gather, rows, own, group=group, async_op=True)
-    _run(work, group, what, on_host=own.is_cpu)
+    _run(work, group, what, on_host=own.is_cpu, limit_s=limit_s)
     return rows
 
 
@@ -107,12 +109,13 @@ def _run(
     *,
     on_host: bool = True,
     heeds_work: bool = False,
+    limit_s: float | None = None,
 ) -> None:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     try:
         work = issue()
         if work is not None and on_host:
-            wait_for(work, what, ranks=ranks, heeds_work=heeds_work)
+            wait_for(work, what, ranks=ranks, heeds_work=heeds_work, limit_s=limit_s)
         elif work is not None:
             work.wait()
     except TransportError:

@@ -129,15 +129,23 @@ def in_slices(work: Any, make: Callable[[], Wait]) -> None:
         wait.over()
 
 
-def wait_for(work: Any, what: str, *, ranks: Iterable[int] = (), heeds_work: bool = False) -> None:
+def wait_for(
+    work: Any,
+    what: str,
+    *,
+    ranks: Iterable[int] = (),
+    heeds_work: bool = False,
+    limit_s: float | None = None,
+) -> None:
     """Wait for a collective on the host, at most until one of `ranks` has ended. With `heeds_work`
-    a rank that says that it is busy (`AtWork`) is waited for however long it takes.
+    a rank that says that it is busy (`AtWork`) is waited for however long it takes. `limit_s`: by
+    default the one for all waits.
     """
     if default_board() is None:
         work.wait()
     else:
         kind = _WaitForWork if heeds_work else Wait
-        in_slices(work, lambda: kind(what, ranks=ranks))
+        in_slices(work, lambda: kind(what, ranks=ranks, limit_s=limit_s))
 
 
 class _WaitForWork(Wait):

@@ -9,6 +9,7 @@ forward            model around the sharded module; tensors that nobody filled a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 import torch
@@ -62,7 +63,8 @@ def _synchronize_over(
     tensors: list[tuple[str, torch.Tensor]], axis: Axis, device: torch.device
 ) -> None:
     sums = torch.stack([checksum(t) for _, t in tensors]).to(device)
-    everybody = gather_tensors(sums, axis.group, _COMPARED)
+    # A rank may build or read its model for long before it comes here: it is waited for, and named.
+    everybody = gather_tensors(sums, axis.group, _COMPARED, limit_s=math.inf)
     differs = torch.stack([s != everybody[0] for s in everybody]).any(0).any(-1).tolist()
     different = [pair for pair, d in zip(tensors, differs, strict=True) if d]
     if not different:
