@@ -13,9 +13,11 @@ import torch
 import torch.nn as nn
 from engine_kit import (
     Mlp,
+    Plain,
     Setting,
     batch,
     expected,
+    full,
     grid,
     line,
     local,
@@ -250,3 +252,22 @@ def test_flattening_and_lbfgs(rank: int, world: int) -> None:
     reference.step(plain_closure)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.detach().full_tensor(), q.detach(), rtol=1e-4, atol=1e-5)
+
+
+@on_ranks(4)
+def test_a_first_forward_that_fails_on_one_rank_leaves_nobody_in_new_groups(
+    rank: int, world: int
+) -> None:
+    """Groups of a smaller world are made with the unit, by all ranks, not when it first runs."""
+    setting = Setting(None, "shared_memory", 2)
+    model, plain = setting.shard(make(Mlp), world), Plain(make(Mlp), world)
+    register = model.layers[0].register_forward_hook(lambda *_: 1 / 0) if rank == 1 else None
+    with pytest.raises((ZeroDivisionError, ShardwiseError)):
+        loss_of(model(batch(Mlp, 0, rank))).backward()
+    if register is not None:
+        register.remove()
+    model.zero_grad()
+    plain.step(1)
+    loss_of(model(batch(Mlp, 1, rank))).backward()
+    for name, p in model.named_parameters():
+        assert torch.equal(full(p.grad), plain.grads()[name]), name

@@ -199,16 +199,17 @@ class BucketState:
             self.home.fill(middle).wait()
             middle.version = version
 
-    def keep_part(self, world: int, open_on: Callable[[ShardMesh], Transport]) -> bool:
-        """Keep a part over a smaller world; True when that made a stage of its own."""
-        if not self.regroups or self.layout.world <= world:
-            return False
-        is_new = self.part is None
-        if self.part is None:
+    def make_part(self, world: int, open_on: Callable[[ShardMesh], Transport]) -> None:
+        """The stage over a smaller world, where the strategy has one. When the unit is built, not
+        at its first use: all ranks make process groups together.
+        """
+        if self.regroups and self.layout.world > world:
             self.part = Part(self, world, open_on)
             self.between = [p.between for p in self.params if p.between is not None]
-        self.part.keep(self.params)
-        return is_new
+
+    def keep_part(self) -> None:
+        if self.part is not None:
+            self.part.keep(self.params)
 
     def drop_part(self) -> None:
         if self.part is not None:

@@ -131,7 +131,14 @@ class Unit(UnitGradients):
         self.grads = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
         self.copy.buckets, self.copy.shows_shards = self.buckets, True
         self._tell_transport()
+        self._make_parts()
         self._find_wires()
+
+    def _make_parts(self) -> None:
+        if self.strategy.forward_world:
+            for bucket in self.buckets:
+                if bucket.bucket is not None and bucket.part is None:
+                    bucket.make_part(self.strategy.forward_world, self.plan.open)
 
     def _tell_transport(self) -> None:
         """Tell by whose collectives buckets are moved, and remember whose gradients they carry."""
@@ -349,6 +356,8 @@ class Unit(UnitGradients):
                 bucket.register_sharded()
                 bucket.make_full()
         self._tell_transport()
+        self._make_parts()
+        self._find_wires()
 
     # -- full copies -----------------------------------------------------------------------------
     def unshard(self) -> None:
@@ -511,10 +520,8 @@ class Unit(UnitGradients):
 
     def _regroup(self) -> None:
         """Keep shards over a smaller world until the backward."""
-        world, open_on = self.strategy.forward_world, self.plan.open
-        made = [bucket.keep_part(world, open_on) for bucket in self.buckets]
-        if any(made):
-            self._find_wires()
+        for bucket in self.buckets:
+            bucket.keep_part()
         self.reshard()
         for bucket in self.buckets:
             bucket.register_between()
