@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -119,3 +121,24 @@ def newest(directory: Path) -> store.Checkpoint:
 
 def plain_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
+
+
+def one_of_each_kind(folder: Path, model: nn.Module, extra: dict[str, Any] | None = None) -> Path:
+    """A model after its first backward, in a folder for each kind of file that can be imported."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    names = {i: n for i, (n, _) in enumerate(model.named_parameters())}
+    moments = {names[i]: slots for i, slots in optimizer.state_dict()["state"].items()}
+    groups = [{"params": list(moments), "lr": 0.1}]
+    whole = {"model": model.state_dict(), "optimizer": {"state": moments, "param_groups": groups}}
+    for name in ("zip", "legacy", "bins", "dcp", "ours"):
+        (folder / name).mkdir()
+    torch.save(whole, folder / "zip" / "x.pt")
+    torch.save(whole, folder / "legacy" / "x.pt", _use_new_zipfile_serialization=False)
+    torch.save(model.state_dict(), folder / "bins" / "pytorch_model.bin")
+    sw.save_pretrained(model, folder / "safetensors", max_shard_bytes=40)
+    dcp.save({**whole, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+    sw.CheckpointManager(folder / "ours").save(1, model, optimizer, extra=extra)
+    shutil.copytree(Path(__file__).parent / "deepspeed_zero3", folder / "deepspeed")
+    return folder

@@ -25,10 +25,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from checkpoint_kit import one_of_each_kind
 
-import shardwise as sw
 from search import TIMES
 from shardwise.checkpoint.exporting import export_safetensors
 from shardwise.checkpoint.importing import import_checkpoint, open_source
@@ -214,26 +213,10 @@ def items(file: Path) -> Iterator[bytes]:
 # -- the kinds -----------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("originals")
-    model = nn.Sequential(nn.Linear(3, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    names = {i: n for i, (n, _) in enumerate(model.named_parameters())}
-    moments = {names[i]: slots for i, slots in optimizer.state_dict()["state"].items()}
-    groups = [{"params": list(moments), "lr": 0.1}]
-    whole = {"model": model.state_dict(), "optimizer": {"state": moments, "param_groups": groups}}
-    for name in ("zip", "legacy", "bins", "dcp", "ours"):
-        (folder / name).mkdir()
-    torch.save(whole, folder / "zip" / "x.pt")
-    torch.save(whole, folder / "legacy" / "x.pt", _use_new_zipfile_serialization=False)
-    torch.save(model.state_dict(), folder / "bins" / "pytorch_model.bin")
-    sw.save_pretrained(model, folder / "safetensors", max_shard_bytes=40)
-    (folder / "safetensors" / "config.json").write_text('{"a": [1], "dtype": "x"}')
-    dcp.save({**whole, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
     extra = {"loss": 0.5, "odd": (1, float("inf"), {2: torch.ones(2)})}
-    sw.CheckpointManager(folder / "ours").save(1, model, optimizer, extra=extra)
-    shutil.copytree(Path(__file__).parent / "deepspeed_zero3", folder / "deepspeed")
+    folder = tmp_path_factory.mktemp("originals")
+    one_of_each_kind(folder, nn.Sequential(nn.Linear(3, 4)), extra)
+    (folder / "safetensors" / "config.json").write_text('{"a": [1], "dtype": "x"}')
     return folder
 
 

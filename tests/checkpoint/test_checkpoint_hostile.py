@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from checkpoint_kit import one_of_each_kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -283,25 +284,8 @@ def test_names_that_collide_are_named(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One of each kind."""
-    folder = tmp_path_factory.mktemp("originals")
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    names = {i: n for i, (n, _) in enumerate(model.named_parameters())}
-    moments = {names[i]: slots for i, slots in optimizer.state_dict()["state"].items()}
-    groups = [{"params": list(moments), "lr": 0.1}]
-    whole = {"model": model.state_dict(), "optimizer": {"state": moments, "param_groups": groups}}
-    for name in ("zip", "legacy", "bins", "dcp", "ours"):
-        (folder / name).mkdir()
-    torch.save(whole, folder / "zip" / "x.pt")
-    torch.save(whole, folder / "legacy" / "x.pt", _use_new_zipfile_serialization=False)
-    torch.save(model.state_dict(), folder / "bins" / "pytorch_model.bin")
-    sw.save_pretrained(model, folder / "safetensors", max_shard_bytes=40)
-    dcp.save({**whole, "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
-    sw.CheckpointManager(folder / "ours").save(1, model, optimizer)
-    shutil.copytree(Path(__file__).parent / "deepspeed_zero3", folder / "deepspeed")
-    return folder
+    return one_of_each_kind(tmp_path_factory.mktemp("originals"), model)
 
 
 @pytest.fixture
