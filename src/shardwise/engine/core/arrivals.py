@@ -170,7 +170,7 @@ def _hook_for(grads: BucketGrads, index: int) -> Hook:
         if grads is None:
             _refuse_old_graph(unit, full)
         else:
-            unit.context.gradient_arrived(unit, grads, index)
+            unit.context.backward_pass().gradient_arrived(unit, grads, index)
 
     return heard
 

@@ -26,7 +26,6 @@ from shardwise.comm.phases import Entered, Wire, abandon_phases, enter_all, leav
 from shardwise.comm.transport import WITHOUT_GRADIENTS
 from shardwise.engine.core.backward import BackwardPass, end_now
 from shardwise.engine.core.copy import WISH
-from shardwise.engine.core.gradients import BucketGrads
 from shardwise.engine.core.guests import end_of_call
 from shardwise.engine.core.moments import Moments
 from shardwise.engine.core.route import Weight
@@ -75,10 +74,11 @@ class Context:
 
     def take_in(self, units: Iterable[Unit]) -> None:
         for unit in units:
-            self.may_hold |= hasattr(unit, "context") and unit.context.may_hold
+            before: Context | None = getattr(unit, "context", None)
+            if before is not None:
+                self.may_hold |= before.may_hold
+                self.moments.take_over(before.moments)
             self.keeps_some |= unit.keeps_between_steps or unit.is_kept_by_wish
-            if hasattr(unit, "context"):
-                self.moments.take_over(unit.context.moments)
             unit.context = self
             if all(ref() is not unit for ref in self._units):
                 self._units.append(weakref.ref(unit))
@@ -318,9 +318,6 @@ class Context:
             for unit in self.units:
                 unit.was_unsharded = False
         self._leave("backward", "")
-
-    def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
-        self.backward_pass().gradient_arrived(unit, grads, index)
 
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of an output of `unit` is complete."""

@@ -130,6 +130,14 @@ class FullCopy:
         for tell in self.when_shown:
             tell()
 
+    def show_between(self) -> None:
+        """Shards over a smaller world, see `stages.Part`."""
+        self.shows_shards = False
+        for bucket in self.buckets:
+            bucket.register_between()
+        for tell in self.when_shown:
+            tell()
+
     def release(self, after: str = "") -> None:
         """Give the memory back; `after`: see `BucketState.release`."""
         if self.handles or self.event is not None:

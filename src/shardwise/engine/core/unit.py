@@ -523,11 +523,7 @@ class Unit(UnitGradients):
         for bucket in self.buckets:
             bucket.keep_part()
         self.reshard()
-        for bucket in self.buckets:
-            bucket.register_between()
-        self.copy.shows_shards = False
-        for tell in self.copy.when_shown:
-            tell()
+        self.copy.show_between()
 
     def _drop_parts(self) -> None:
         if self.strategy.forward_world:
