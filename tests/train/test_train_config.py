@@ -81,6 +81,9 @@ def test_override(key, text, value):
             "expected 'float32' or 'bfloat16' (short: fp32, bf16), found \"fp8\"",
         ),
         ("shard.strategy", "hybrid_shard", "needs mesh.replicate above 1"),
+        ("shard.transport", "smoke", "unknown transport 'smoke'"),
+        ("shard.transport", "fake", "unknown transport 'fake'"),  # moves nothing: no job trains
+        ("shard.overrides", "*=full_shard:fake", "unknown transport 'fake'"),
         ("mesh.shard", "0", "neither -1"),
         ("model.kind", "gpt", "neither 'decoder' nor 'package.module:function'"),
         ("model.heads", "3", "do not cut model.dim = 128"),

@@ -94,7 +94,9 @@ def names(*, to_train: bool = True) -> tuple[str, ...]:
 
 def is_known(name: str) -> bool:
     """Whether it is among `names`. Packages are looked through only for what is not ours."""
-    return name == "auto" or name in _ENTRIES or name in _brought()
+    if name in _ENTRIES:
+        return _ENTRIES[name].trains
+    return name == "auto" or name in _brought()
 
 
 def unknown_transport(name: str, *, to_train: bool = True) -> str:
