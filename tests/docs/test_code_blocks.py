@@ -34,7 +34,7 @@ from shardwise.doctor.command import parser as verify_parser
 from shardwise.doctor.command import plan_of
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
-from shardwise.train.config import world_problems
+from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import load_config
 
 ROOT = Path(__file__).parents[2]

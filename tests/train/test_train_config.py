@@ -17,8 +17,8 @@ from shardwise.train.config import (
     mesh_shape,
     parse_override,
     resolved_strategy,
-    world_problems,
 )
+from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import config_as_dict, config_as_toml, load_config
 
 

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from search import TIMES
 from shardwise.errors import ConfigError
 from shardwise.train import corpus as corpus_module
-from shardwise.train.config import Config, DataConfig, DecoderConfig, RunConfig, TrainConfig
+from shardwise.train.config import (
+    Config,
+    DataConfig,
+    DecoderConfig,
+    RunConfig,
+    TrainConfig,
+)
 from shardwise.train.corpus import open_corpus
 from shardwise.train.data import TokenSamples, open_data
 from shardwise.train.order import SampleOrder

@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
-from shardwise.train.config import (
-    gather_limit,
-    mesh_shape,
-    parse_override,
-    resolved_strategy,
-    world_problems,
-)
+from shardwise.train.config import gather_limit, mesh_shape, parse_override, resolved_strategy
+from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
 from shardwise.units import text_of_bytes
 

@@ -23,11 +23,9 @@ from shardwise.train.config import (
     Config,
     CustomModelConfig,
     DecoderConfig,
-    fitted_batches,
-    ineffective,
     is_factory,
-    problems,
 )
+from shardwise.train.config_checks import fitted_batches, ineffective, problems
 from shardwise.units import full_name, short_names
 
 

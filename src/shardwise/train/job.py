@@ -14,7 +14,8 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
 from shardwise.errors import TrainingError
 from shardwise.train import numerics
-from shardwise.train.config import Config, resolved_strategy, world_problems
+from shardwise.train.config import Config, resolved_strategy
+from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, config_as_toml
 from shardwise.train.console import Console
 from shardwise.train.data import open_data

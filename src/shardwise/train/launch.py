@@ -28,7 +28,8 @@ from types import FrameType
 
 from shardwise.checkpoint.store import list_checkpoints
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, world_problems
+from shardwise.train.config import Config
+from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.meeting import listen, open_store, stay_on_loopback
 from shardwise.train.restarts import EXIT_USER, Failure, Restarts

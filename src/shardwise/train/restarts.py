@@ -20,7 +20,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, world_problems
+from shardwise.train.config import Config
+from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig
 
 EXIT_ERROR, EXIT_USER, EXIT_OTHER_RANK, EXIT_FINAL = 1, 2, 3, 4

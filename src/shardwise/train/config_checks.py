@@ -1,0 +1,222 @@
+"""What must hold between the keys of a configuration, alone and on a number of ranks.
+
+    ineffective(config)            keys that other keys switch off: setting one is an error
+    problems(config)               what is wrong on any number of ranks
+    world_problems(config, ranks)  what is wrong on that many
+    fitted_batches(...)            sizes of batches that nobody chose, made to fit the ranks
+
+Each finding is a key with what to do about it; `config_file.py` says where the key was set.
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+
+from shardwise.comm.choose import is_known, unknown_transport
+from shardwise.train.config import (
+    HYBRID,
+    Config,
+    DecoderConfig,
+    TrainConfig,
+    gather_limit,
+    is_factory,
+    mesh_shape,
+    parse_override,
+)
+
+
+def ineffective(config: Config) -> dict[str, tuple[str, str]]:
+    """Keys that have no effect: the key that makes them so, and how."""
+    found: dict[str, tuple[str, str]] = {}
+    sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
+    if is_factory(config.data.source):
+        for key in ("data.seq_len", "data.held_out", "data.token_dtype"):
+            found[key] = "data.source", f"is {config.data.source!r}, which makes its own samples"
+    elif not any(s.endswith(".bin") for s in sources):
+        found["data.token_dtype"] = "data.source", "names no .bin file, and only these need it"
+    if config.train.eval_every == 0:
+        found["train.eval_samples"] = "train.eval_every", "is 0"
+    if config.optim.schedule != "cosine":
+        found["optim.final_lr_ratio"] = "optim.schedule", f"is {config.optim.schedule!r}"
+    return found
+
+
+# Lower bounds (inclusive) of the numbers; None stands for "above zero".
+_AT_LEAST: dict[str, float | None] = {
+    "run.seed": 0,
+    "run.threads": 0,
+    "model.dim": 1,
+    "model.layers": 1,
+    "model.heads": 1,
+    "model.kv_heads": 0,
+    "model.hidden": 0,
+    "model.vocab_size": 2,
+    "model.rope_theta": None,
+    "data.seq_len": 1,
+    "train.steps": 1,
+    "train.global_batch": 1,
+    "train.micro_batch": 1,
+    "train.grad_clip": 0,
+    "train.eval_every": 0,
+    "train.eval_samples": 1,
+    "optim.lr": None,
+    "optim.weight_decay": 0,
+    "optim.warmup_steps": 0,
+    "optim.final_lr_ratio": 0,
+    "mesh.replicate": 1,
+    "checkpoint.every": 0,
+    "checkpoint.memory_every": 0,
+    "checkpoint.keep": 0,
+    "log.every": 1,
+}
+
+
+def problems(config: Config) -> list[tuple[str, str]]:
+    """What is wrong with a configuration on any number of ranks: (key, what to do) pairs."""
+    found = _number_problems(config)
+    if found:  # the checks below may divide by these numbers
+        return found
+    model, data = config.model, config.data
+    if isinstance(model, DecoderConfig):
+        found += _decoder_problems(model)
+    if not 0 < data.held_out < 1:
+        found.append(("data.held_out", f"{data.held_out} is not between 0 and 1"))
+    if not data.source:
+        found.append(("data.source", "is empty; name files, or use 'stdlib'"))
+    if any(not 0 <= b < 1 for b in config.optim.betas):
+        found.append(("optim.betas", f"{list(config.optim.betas)} are not all in [0, 1)"))
+    if config.optim.final_lr_ratio > 1:
+        found.append(("optim.final_lr_ratio", f"{config.optim.final_lr_ratio} is above 1"))
+    if config.mesh.shard != -1 and config.mesh.shard < 1:
+        found.append(
+            ("mesh.shard", f"{config.mesh.shard} is neither -1 (all that are left) nor >= 1")
+        )
+    if isinstance(config.shard.unit, int) and config.shard.unit < 1:
+        found.append(("shard.unit", f"{config.shard.unit} bytes is not a size"))
+    found += _strategy_problems(config)
+    found += _memory_problems(config)
+    if config.run.reproducible == "any_world":
+        found += _any_world_problems(config)
+    return found
+
+
+def _number_problems(config: Config) -> list[tuple[str, str]]:
+    found = []
+    for key, low in _AT_LEAST.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name, None)
+        if value is None:  # a decoder key under a custom model
+            continue
+        if value != value or value in (float("inf"), float("-inf")):
+            found.append((key, f"{value} is not a number to compute with"))
+        elif low is None and not value > 0:
+            found.append((key, f"{value} is not above 0"))
+        elif low is not None and not value >= low:
+            found.append((key, f"{value} is below {low:g}"))
+    return found
+
+
+def _decoder_problems(model: DecoderConfig) -> list[tuple[str, str]]:
+    if model.dim % model.heads or (model.dim // model.heads) % 2:
+        text = f"{model.heads} heads do not cut model.dim = {model.dim} into parts of even width"
+        return [("model.heads", text)]
+    if model.heads % model.num_kv_heads:
+        text = f"{model.kv_heads} does not divide model.heads = {model.heads}"
+        return [("model.kv_heads", text)]
+    return []
+
+
+def _strategy_problems(config: Config) -> list[tuple[str, str]]:
+    strategy, replicate = config.shard.strategy, config.mesh.replicate
+    if strategy in HYBRID and replicate == 1:
+        return [("shard.strategy", f"{strategy} needs mesh.replicate above 1; or use full_shard")]
+    if strategy not in ("auto", *HYBRID) and replicate > 1:
+        text = (
+            f"{replicate} replicas need shard.strategy {' or '.join(HYBRID)} (or auto), "
+            f"not {strategy}"
+        )
+        return [("mesh.replicate", text)]
+    return []
+
+
+def _memory_problems(config: Config) -> list[tuple[str, str]]:
+    found = []
+    limit = gather_limit(config)
+    if limit is None or limit < 0:
+        text = f"{config.shard.gather_limit!r} is no size; write bytes, or for example 256MiB"
+        found.append(("shard.gather_limit", text))
+    if not is_known(config.shard.transport):
+        found.append(("shard.transport", unknown_transport(config.shard.transport)))
+    for entry in config.shard.overrides:
+        try:
+            parse_override(entry)
+        except ValueError as error:
+            found.append(("shard.overrides", str(error)))
+    if config.optim.in_backward and config.train.grad_clip:
+        text = "the global norm is known only after the backward; set train.grad_clip = 0"
+        found.append(("optim.in_backward", text))
+    if config.optim.in_backward and config.run.reproducible == "any_world":
+        text = "any_world adds up all micro-batches before the step; leave one of them off"
+        found.append(("optim.in_backward", text))
+    return found
+
+
+def _any_world_problems(config: Config) -> list[tuple[str, str]]:
+    found = []
+    if config.shard.reduce_dtype != "float32":
+        text = f"{config.shard.reduce_dtype} sums; run.reproducible = any_world needs float32"
+        found.append(("shard.reduce_dtype", text))
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % micro:
+        nearest = nearest_multiple(batch, micro)
+        text = f"{batch} is not a multiple of train.micro_batch = {micro}; use {nearest}"
+        found.append(("train.global_batch", text))
+    return found
+
+
+def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
+    """What is wrong with a configuration on that many ranks."""
+    found = []
+    replicate, shard = mesh_shape(config, world_size)
+    if replicate * shard != world_size:
+        if config.mesh.shard == -1:
+            text = f"{replicate} replicas cannot share {world_size} ranks evenly"
+            found.append(("mesh.replicate", text))
+        else:
+            text = f"{replicate} replicas x {shard} shards are {replicate * shard} ranks, not the "
+            found.append(
+                ("mesh.shard", f"{text}{world_size} of this job; use -1 for all that are left")
+            )
+    if config.run.reproducible == "any_world":
+        return found  # micro-batches need not fit the ranks
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if batch % (world_size * micro):
+        nearest = nearest_multiple(batch, world_size * micro)
+        text = f"{batch} is not a multiple of {world_size} ranks; use {nearest}"
+        if micro > 1:
+            text = (
+                f"{batch} is not a multiple of {world_size} ranks x micro_batch {micro} = "
+                f"{world_size * micro}; use {nearest}, or another train.micro_batch"
+            )
+        found.append(("train.global_batch", text))
+    return found
+
+
+def fitted_batches(train: TrainConfig, world_size: int, chosen: Container[str]) -> TrainConfig:
+    """Sizes of batches for that many ranks: those that are not chosen fit those that are. A global
+    batch that nobody chose is the nearest that ranks share evenly, a micro-batch the largest that
+    is no larger than its default."""
+    batch, micro = train.global_batch, train.micro_batch
+    if "train.global_batch" not in chosen:
+        part = world_size * (micro if "train.micro_batch" in chosen else 1)
+        batch = nearest_multiple(batch, part)
+    if "train.micro_batch" not in chosen:
+        share = batch // world_size if batch % world_size == 0 else 1
+        micro = next(size for size in range(min(micro, share), 0, -1) if share % size == 0)
+    return replace(train, global_batch=batch, micro_batch=micro)
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    return max(of, round(number / of) * of)
