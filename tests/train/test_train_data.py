@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from search import TIMES
 from shardwise.errors import ConfigError
-from shardwise.train import corpus as corpus_module
+from shardwise.train import cache as cache_module
 from shardwise.train.config import (
     Config,
     DataConfig,
@@ -21,7 +21,7 @@ from shardwise.train.config import (
     TrainConfig,
 )
 from shardwise.train.corpus import open_corpus
-from shardwise.train.data import TokenSamples, open_data
+from shardwise.train.data import DatasetSamples, TokenSamples, open_data
 from shardwise.train.order import SampleOrder
 
 
@@ -165,7 +165,7 @@ def test_old_and_too_large_caches_are_removed(tmp_path, monkeypatch):
     for path, days in ((old, 31), (large, 20), (kept, 2), (left, 2), (root / "notes", 99)):
         os.utime(path, (time.time() - days * day,) * 2)
     size = sum(f.stat().st_size for f in kept.iterdir())
-    monkeypatch.setattr(corpus_module, "_KEPT_BYTES", 2 * size + size // 2)
+    monkeypatch.setattr(cache_module, "_KEPT_BYTES", 2 * size + size // 2)
     open_text(write_files(tmp_path / "e", 3))
     assert kept.exists()
     assert last.exists()
@@ -176,7 +176,7 @@ def test_old_and_too_large_caches_are_removed(tmp_path, monkeypatch):
 
 
 def test_cache_goes_to_the_run_directory_where_home_cannot_be_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module.os, "access", lambda *_: False)
+    monkeypatch.setattr(cache_module.os, "access", lambda *_: False)
     open_text(write_files(tmp_path / "text", 3), fallback_dir=tmp_path / "run/cache")
     assert list((tmp_path / "run/cache").glob("*/train.bin"))
 
@@ -321,3 +321,9 @@ def test_user_datasets(tmp_path):
         open_data(config_for(tmp_path, source="my_datasets:nothing"), tmp_path)
     with pytest.raises(ConfigError, match="no module 'no_such_module'"):
         open_data(config_for(tmp_path, source="no_such_module:make"), tmp_path)
+
+
+def test_tokens_that_have_a_loss_are_counted_without_reading():
+    tokens = TokenSamples((np.arange(100, dtype=np.uint16),), seq_len=8, vocab_size=None)
+    assert tokens.trained_tokens(np.array([0, 3])) == tokens.batch(np.array([0, 3]))[:, 1:].numel()
+    assert DatasetSamples([1, 2, 3]).trained_tokens(np.array([0, 2])) == 2

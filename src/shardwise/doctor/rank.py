@@ -17,7 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -94,6 +94,9 @@ class _Recorder:
         self.read += [int(i) for i in indices]
         return self._samples.batch(indices)
 
+    def trained_tokens(self, indices: Int64Array) -> int:
+        return self._samples.trained_tokens(indices)
+
 
 class _Rank:
     """The commands."""
@@ -127,9 +130,7 @@ class _Rank:
         recorder = _Recorder(job.data.train)
         position = job.position
         before = job.data
-        job.data = type(before)(
-            recorder, before.held_out, before.unit, before.units_per_sample, before.fingerprint
-        )
+        job.data = replace(before, train=recorder)
         hook = job.optimizer.register_step_pre_hook(lambda *_: grads.update(_grads(job.model)))
         try:
             row, _ = step()

@@ -4,23 +4,16 @@
     token files  -> mapped where they lie (.npy, or .bin of uint16 / uint8)
 
 Text: whole files are held out, chosen by a hash of their names; with few files, a contiguous block
-at the end. Token files: a contiguous block at the end. A cache is a directory named by what it was
-made of (paths, sizes, times, share held out); it is built in a temporary directory and renamed, so
-it is whole or absent. Building one removes those that were not opened for long, or are too much.
+at the end. Token files: a contiguous block at the end. A cache is named by what it was made of
+(paths, sizes, times, share held out); `cache` keeps it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import re
-import shutil
 import sysconfig
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +22,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import ConfigError
+from shardwise.train.cache import cache_root, cached
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
 _FORMAT = 1  # raise it when the split or the joining changes: old caches are then not found
 _MIN_FILES_TO_SPLIT = 20  # below, one held-out file could be most of the data
-_CACHE_NAME = re.compile(r"[0-9a-f]{32}(\.\w+)?")  # with an ending: being built
-_KEPT_S, _ABANDONED_S, _KEPT_BYTES = 30 * 86400, 86400, 10 * 2**30
 _SEPARATOR = b"\0"  # between documents: no text holds it
 _SKIPPED_DIRS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -194,70 +186,15 @@ def _open_text_files(paths: list[Path], root: Path, held_out: float, fallback: P
     key = hashlib.blake2b(
         json.dumps([_FORMAT, held_out, str(root), listing]).encode(), digest_size=16
     ).hexdigest()
-    folder = _cache_root(fallback) / key
-    if not _is_whole(folder):
-        _build_cache(folder, paths, [name for name, _, _ in listing], held_out)
-        _prune(folder)
-    os.utime(folder)
-    info = json.loads((folder / "info.json").read_text())
+    folder, names = cache_root(fallback) / key, [name for name, _, _ in listing]
+    info = cached(folder, lambda work: _write_parts(work, paths, names, held_out))
     parts = [_map(folder / f"{part}.bin", "uint8") for part in ("train", "held_out")]
     return Corpus((parts[0],), (parts[1],), "byte", info["fingerprint"])
 
 
-def _cache_root(fallback: Path) -> Path:
-    """The user's cache folder; `fallback` where there is none to write to (containers, read-only
-    homes)."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    root = Path(base) / "shardwise" / "data"
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        if os.access(root, os.W_OK):
-            return root
-    except OSError:
-        pass
-    fallback.mkdir(parents=True, exist_ok=True)
-    return fallback
-
-
-def _is_whole(folder: Path) -> bool:
-    try:
-        sizes = json.loads((folder / "info.json").read_text())["sizes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
-def _build_cache(folder: Path, paths: list[Path], names: list[str], held_out: float) -> None:
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the other ranks find it built
-        if _is_whole(folder):
-            return
-        work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        try:
-            _write_parts(work, paths, names, held_out)
-            shutil.rmtree(folder, ignore_errors=True)  # a damaged one
-            work.rename(folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
-
-def _prune(used: Path) -> None:
-    """Removes caches beside `used` that nobody opened for 30 days, then the oldest until the rest
-    is below 10 GiB, and what a killed build left. Whoever has one mapped keeps it."""
-    now, total, aged = time.time(), 0, []
-    for path in used.parent.iterdir():
-        with contextlib.suppress(OSError):  # another process prunes too
-            if path != used and path.is_dir() and _CACHE_NAME.fullmatch(path.name):
-                aged.append((path.stat().st_mtime, path))
-    for opened, path in sorted(aged, reverse=True):
-        with contextlib.suppress(OSError):
-            total += sum(file.stat().st_size for file in path.iterdir())
-            keep_s = _KEPT_S if _is_whole(path) else _ABANDONED_S
-            if now - opened > keep_s or total > _KEPT_BYTES:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_parts(work: Path, paths: list[Path], names: list[str], held_out: float) -> None:
+def _write_parts(
+    work: Path, paths: list[Path], names: list[str], held_out: float
+) -> dict[str, Any]:
     documents = _distinct_documents(paths, names)
     total = sum(len(text) + 1 for _, text in documents)
     if not total:
@@ -271,14 +208,9 @@ def _write_parts(work: Path, paths: list[Path], names: list[str], held_out: floa
         cut = len(joined) - max(1, round(len(joined) * held_out))
         train, kept = joined[:cut], joined[cut:]
     digest = hashlib.blake2b(len(train).to_bytes(8, "little") + train + kept, digest_size=16)
-    for name, content in (("train.bin", train), ("held_out.bin", kept)):
-        with (work / name).open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-    sizes = {"train.bin": len(train), "held_out.bin": len(kept)}
-    info = {"sizes": sizes, "fingerprint": digest.hexdigest(), "documents": len(documents)}
-    (work / "info.json").write_text(json.dumps(info))
+    (work / "train.bin").write_bytes(train)
+    (work / "held_out.bin").write_bytes(kept)
+    return {"fingerprint": digest.hexdigest(), "documents": len(documents)}
 
 
 def _distinct_documents(paths: list[Path], names: list[str]) -> list[tuple[str, bytes]]:

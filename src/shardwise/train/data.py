@@ -34,6 +34,11 @@ class Samples(Protocol):
         """The samples of these indices as one batch on the CPU."""
         ...
 
+    def trained_tokens(self, indices: Int64Array) -> int:
+        """What the mean of the loss over these samples is divided by: how many tokens have a loss
+        (samples, where there are no tokens). Known without reading them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Data:
@@ -74,9 +79,13 @@ class TokenSamples:
             raise ConfigError(f"data.source: holds the negative token {rows.min()}")
         return torch.from_numpy(rows)
 
+    def trained_tokens(self, indices: Int64Array) -> int:
+        return len(indices) * self._seq_len
+
 
 class DatasetSamples:
-    """A map-style dataset, read by index."""
+    """A map-style dataset, read by index; what counts in it is unknown, so all samples count
+    alike."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -86,6 +95,9 @@ class DatasetSamples:
 
     def batch(self, indices: Int64Array) -> Any:
         return torch.utils.data.default_collate([self._dataset[int(i)] for i in indices])
+
+    def trained_tokens(self, indices: Int64Array) -> int:
+        return len(indices)
 
 
 def open_data(config: Config, search_dir: Path | None) -> Data:
