@@ -24,10 +24,16 @@ _PLACE = re.compile(r"(?<=<!-- keys: begin -->\n).*(?=<!-- keys: end -->)", re.D
 def tables() -> str:
     """One table for each section: key, type, default, and the text under the key."""
     parts = []
-    for section, cls in config.SECTIONS.items():
+    sections = list(config.SECTIONS.items())
+    sections[2:2] = [
+        ("model", cls) for kind, cls in config.MODEL_KINDS.items() if kind != "decoder"
+    ]
+    for section, cls in sections:
         texts = help_of(cls)
         hints = typing.get_type_hints(cls)
-        lines = [f"### [{section}]\n", "| key | type | default | meaning |", "|---|---|---|---|"]
+        other = cls is not config.SECTIONS[section]
+        title = f"[{section}], kind {cls().kind}" if other else f"[{section}]"
+        lines = [f"### {title}\n", "| key | type | default | meaning |", "|---|---|---|---|"]
         for field in fields(cls):
             key = f"`{section}.{field.name}`"
             kind = type_in_words(hints[field.name]).replace("|", "\\|")

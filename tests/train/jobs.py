@@ -68,10 +68,14 @@ def run_job(
     config_file: Path | None = None,
     stop_after: int | None = None,
     die_in: int = 0,
+    bare: bool = False,
     **overrides: Any,
 ) -> None:
-    """One rank of the tiny job; every rank of the pool calls it. Keys: `train__steps=3`."""
-    values = {} if config_file else {"data.source": str(text_file(directory.parent)), **TINY}
+    """One rank of the tiny job; every rank of the pool calls it. Keys: `train__steps=3`; `bare`:
+    these alone."""
+    values = (
+        {} if config_file or bare else {"data.source": str(text_file(directory.parent)), **TINY}
+    )
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
     values |= {"run.dir": str(directory), "run.device": "cpu"}
     loaded = load_config(config_file, [(key, _text(value)) for key, value in values.items()])

@@ -85,7 +85,7 @@ def test_override(key, text, value):
         ("shard.transport", "fake", "unknown transport 'fake'"),  # moves nothing: no job trains
         ("shard.overrides", "*=full_shard:fake", "unknown transport 'fake'"),
         ("mesh.shard", "0", "neither -1"),
-        ("model.kind", "gpt", "neither 'decoder' nor 'package.module:function'"),
+        ("model.kind", "gpt", "neither 'decoder', 'hf' nor 'package.module:function'"),
         ("model.heads", "3", "do not cut model.dim = 128"),
         ("model.kv_heads", "3", "does not divide model.heads = 4"),
         ("data.held_out", "1", "is not between 0 and 1"),

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.bench.workload import NUM_BATCHES, SEED, Batch
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, CustomModelConfig, is_factory
+from shardwise.train.config import Config, CustomModelConfig, HFModelConfig, is_factory
 from shardwise.train.config_file import load_config
 from shardwise.train.factory import load_factory
 
@@ -98,6 +98,10 @@ class ConfigWorkload:
         if isinstance(config.model, CustomModelConfig):
             options = dict(config.model.options)
             return _build("model.kind", config.model.kind, options, self._folder, config.run.seed)
+        if isinstance(config.model, HFModelConfig):
+            raise ConfigError(
+                "model.kind: hf is not measured by bench; use --model with a function"
+            )
         import torch
 
         from shardwise.train.decoder import Decoder

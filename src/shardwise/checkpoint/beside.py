@@ -52,7 +52,8 @@ def files_of_model(model: nn.Module) -> dict[str, str]:
     if (found := described_model(model)) is None:
         return {}
     prefix, module = found
-    config = json.loads(module.config.to_json_string())
+    # Where a job has changed the configuration in use, the model carries the one to keep.
+    config = json.loads(getattr(module, "saved_config", "") or module.config.to_json_string())
     config["architectures"] = [unsharded_class(module).__name__]
     files = {"prefix": prefix, "config.json": json.dumps(config, indent=2, sort_keys=True)}
     generation: Any = getattr(module, "generation_config", None)

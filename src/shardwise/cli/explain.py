@@ -60,7 +60,7 @@ def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]
 
     config = loaded.config
     model = build_model(config, loaded.path.parent if loaded.path else None)
-    groups = choose_units(model, unit_of_config(config))
+    groups = choose_units(model, unit_of_config(config, model))
     overrides = dict(parse_override(entry) for entry in config.shard.overrides)
     replicas, world = mesh_shape(config, num_ranks)
     plan = plan_model(
@@ -78,7 +78,11 @@ def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]
 
 def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:
     shard = loaded.config.shard
-    if shard.unit == "auto":
+    if shard.unit == "auto" and loaded.config.model.kind == "hf":
+        unit = (
+            "unit auto: the decoder layers, as the model itself names them; the root takes the rest"
+        )
+    elif shard.unit == "auto":
         unit = (
             "unit auto: blocks that repeat a class; small neighbours share a unit; an embedding or "
             "head that outweighs the blocks gets its own; the root takes the rest"

@@ -24,9 +24,9 @@ from shardwise.doctor.plan import Plan, Row, Variant
 from shardwise.engine.reproducible.run import set_streams, stream_seed
 from shardwise.train import numerics
 from shardwise.train.calling import outputs_of
-from shardwise.train.config import Config
+from shardwise.train.config import Config, HFModelConfig
 from shardwise.train.data import Data, open_data
-from shardwise.train.model import build_model
+from shardwise.train.model import build_model, fill
 from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from shardwise.train.order import SampleOrder
 
@@ -71,6 +71,9 @@ class _Plain:
 
     def _model(self) -> nn.Module:
         model = build_model(self.config, self.plan.search_dir)
+        if isinstance(self.config.model, HFModelConfig):
+            fill(model, self.config, torch.device("cpu"))
+            return model
         waiting = [m for m in model.modules() if any(t.is_meta for t in _own_tensors(m))]
         if waiting:
             model.to_empty(device="cpu")

@@ -39,7 +39,7 @@ class RunConfig:
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     kind: str = "decoder"
-    """decoder, or module:function for your own model (its other keys go to that function)."""
+    """decoder, hf (a model of transformers), or module:function (other keys go to it)."""
     dim: int = 128
     """Width of the residual stream."""
     layers: int = 4
@@ -64,6 +64,18 @@ class DecoderConfig:
     @property
     def num_hidden(self) -> int:
         return self.hidden or -(-8 * self.dim // 3 // 64) * 64
+
+
+@dataclass(frozen=True, slots=True)
+class HFModelConfig:
+    kind: str = "hf"
+    """hf: a causal language model of transformers."""
+    path: str = ""
+    """Its directory (config.json, safetensors), or a config.json alone for new weights."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What weights are kept in. auto: float32; what the directory has where [lora] freezes them."""
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+    """auto: the first of these that is installed and that the model supports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +192,7 @@ class LogConfig:
 @dataclass(frozen=True, slots=True)
 class Config:
     run: RunConfig = RunConfig()
-    model: DecoderConfig | CustomModelConfig = DecoderConfig()
+    model: DecoderConfig | HFModelConfig | CustomModelConfig = DecoderConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
@@ -191,6 +203,12 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {f.name: type(f.default) for f in fields(Config)}
+MODEL_KINDS: dict[str, type] = {"decoder": DecoderConfig, "hf": HFModelConfig}  # by name
+
+
+def sections_of(kind: str) -> dict[str, type]:
+    """The sections, with that of the model as its kind has it."""
+    return SECTIONS | {"model": MODEL_KINDS.get(kind, DecoderConfig)}
 
 
 def is_factory(text: object) -> bool:

@@ -19,6 +19,7 @@ from shardwise.train.config import (
     HYBRID,
     Config,
     DecoderConfig,
+    HFModelConfig,
     TrainConfig,
     gather_limit,
     is_factory,
@@ -81,6 +82,9 @@ def problems(config: Config) -> list[tuple[str, str]]:
     model, data = config.model, config.data
     if isinstance(model, DecoderConfig):
         found += _decoder_problems(model)
+    if isinstance(model, HFModelConfig) and not model.path:
+        text = "is empty; name a directory of a model, or a config.json for new weights"
+        found.append(("model.path", text))
     if not 0 < data.held_out < 1:
         found.append(("data.held_out", f"{data.held_out} is not between 0 and 1"))
     if not data.source:

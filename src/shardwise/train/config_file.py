@@ -19,11 +19,13 @@ from typing import Any, Literal, get_args, get_origin
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import (
+    MODEL_KINDS,
     SECTIONS,
     Config,
     CustomModelConfig,
     DecoderConfig,
     is_factory,
+    sections_of,
 )
 from shardwise.train.config_checks import fitted_batches, ineffective, problems
 from shardwise.units import full_name, short_names
@@ -197,34 +199,44 @@ def _nearest(word: str, choices: typing.Iterable[str]) -> str:
 def _build(values: dict[str, Any], origins: dict[str, _Origin], notes: list[str]) -> Config:
     kind = str(values.get("model.kind", DecoderConfig.__dataclass_fields__["kind"].default))
     custom = is_factory(kind)
-    if not custom and kind != "decoder":
-        text = f"{kind!r} is neither 'decoder' nor 'package.module:function'"
+    if not custom and kind not in MODEL_KINDS:
+        names = ", ".join(map(repr, MODEL_KINDS))
+        text = f"{kind!r} is neither {names} nor 'package.module:function'"
         raise _error(origins["model.kind"], "model.kind", text)
     options: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    classes = sections_of(kind)
+    sections: dict[str, dict[str, Any]] = {name: {} for name in classes}
     for key, value in values.items():
         section, _, name = key.partition(".")
         if custom and section == "model":
             if name != "kind":
                 options[name] = _toml_or_text(value) if isinstance(value, _Text) else value
             continue
-        hints = typing.get_type_hints(SECTIONS[section]) if section in SECTIONS else {}
+        hints = typing.get_type_hints(classes[section]) if section in classes else {}
         if name not in hints:
             if section == "model" and _overridden(origins, key, "model.kind"):
                 text = f"has no effect: model.kind is {kind!r}"
                 notes.append(str(_error(origins[key], key, text)))
                 continue
-            raise _error(origins[key], key, f"unknown key; {_nearest_key(key)}")
+            if section == "model" and (other := _kind_with(name)):
+                text = f"belongs to model.kind = {other!r}; model.kind is {kind!r}"
+                raise _error(origins[key], key, text)
+            raise _error(origins[key], key, f"unknown key; {_nearest_key(key, classes)}")
         sections[section][name] = _convert(value, hints[name], key, origins[key])
-    built = {name: SECTIONS[name](**content) for name, content in sections.items()}
+    built = {name: classes[name](**content) for name, content in sections.items()}
     if custom:
         built["model"] = CustomModelConfig(kind, options)
     return Config(**built)
 
 
-def _nearest_key(key: str) -> str:
+def _kind_with(name: str) -> str:
+    """The kind of model that has such a key; empty if none has."""
+    return next((k for k, c in MODEL_KINDS.items() if any(f.name == name for f in fields(c))), "")
+
+
+def _nearest_key(key: str, classes: dict[str, type] = SECTIONS) -> str:
     section, _, name = key.partition(".")
-    keys = [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)]
+    keys = [f"{s}.{f.name}" for s, cls in classes.items() for f in fields(cls)]
     if elsewhere := [k for k in keys if name and k.endswith(f".{name}")]:
         return f"did you mean {elsewhere[0]}?"
     if section in SECTIONS and name:

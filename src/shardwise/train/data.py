@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.train.config import Config, CustomModelConfig, is_factory
+from shardwise.train.config import Config, CustomModelConfig, HFModelConfig, is_factory
 from shardwise.train.corpus import Tokens, open_corpus
 from shardwise.train.factory import load_factory
 from shardwise.train.order import Int64Array
@@ -72,8 +72,8 @@ class TokenSamples:
             row[:] = self._arrays[i][first : first + self._seq_len + 1]
         if self._vocab_size is not None and rows.size and rows.max() >= self._vocab_size:
             raise ConfigError(
-                f"data.source: holds token {rows.max()}, but model.vocab_size is "
-                f"{self._vocab_size}; raise it"
+                f"data.source: holds token {rows.max()}, but the model knows tokens below "
+                f"{self._vocab_size}; raise model.vocab_size, or use the model's own tokenizer"
             )
         if rows.size and rows.min() < 0:
             raise ConfigError(f"data.source: holds the negative token {rows.min()}")
@@ -130,7 +130,7 @@ def _open_tokens(config: Config) -> Data:
         token_dtype=section.token_dtype,
         fallback_dir=Path(config.run.dir) / "cache",
     )
-    vocab_size = None if isinstance(config.model, CustomModelConfig) else config.model.vocab_size
+    vocab_size = _vocab_size(config)
     if corpus.unit == "byte" and vocab_size is not None and vocab_size < 256:
         raise ConfigError(f"model.vocab_size: {vocab_size} cannot hold bytes; use 256")
     train, held_out = (
@@ -139,6 +139,17 @@ def _open_tokens(config: Config) -> Data:
     )
     fingerprint = f"{corpus.fingerprint} seq_len={section.seq_len}"
     return Data(train, held_out, corpus.unit, section.seq_len, fingerprint)
+
+
+def _vocab_size(config: Config) -> int | None:
+    """How many tokens the model knows; None where only the model can tell."""
+    if isinstance(config.model, CustomModelConfig):
+        return None
+    if isinstance(config.model, HFModelConfig):
+        from shardwise.train.hf.description import describe
+
+        return describe(config.model).vocab_size
+    return config.model.vocab_size
 
 
 def _open_datasets(source: str, config: Config, search_dir: Path | None) -> Data:

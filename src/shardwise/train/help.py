@@ -4,6 +4,7 @@ their keys."""
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TextIO
@@ -14,6 +15,7 @@ from shardwise.train.config import (
     CheckpointConfig,
     DataConfig,
     DecoderConfig,
+    HFModelConfig,
     LogConfig,
     MeshConfig,
     OptimConfig,
@@ -27,6 +29,10 @@ _DESCRIPTION = (
     "the Python standard library's own source files. Options override the file; the run directory "
     "keeps the effective configuration, and starting again continues there."
 )
+
+
+# The keys of another kind of model have a group of their own, and the same section.
+_OF_KIND = re.compile(r"--model( \(kind \w+\))([^│\n]*)│")
 
 
 @dataclass
@@ -52,6 +58,9 @@ class _Command:
     """A restart may leave out ranks that were killed, down to this many."""
     run: RunConfig = field(default_factory=RunConfig)
     model: DecoderConfig = field(default_factory=DecoderConfig)
+    model_hf: Annotated[HFModelConfig, tyro.conf.arg(name="model (kind hf)")] = field(
+        default_factory=HFModelConfig
+    )
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -79,6 +88,7 @@ class _AsTyped:
     def write(self, text: str) -> int:
         for python, typed in self._NAMES.items():
             text = text.replace(python, typed)
+        text = _OF_KIND.sub(lambda m: f"--model{m[2]}{' ' * len(m[1])}│", text)
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -22,7 +22,7 @@ from shardwise.train.data import open_data
 from shardwise.train.loop import Job, run_steps
 from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile
-from shardwise.train.model import build_model, shard_and_fill
+from shardwise.train.model import build_model, fill, model_notes, shard
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
@@ -87,11 +87,12 @@ def build_job(
     )
     copies = find_copies(run_dir, ranks)
     start, copies, found = find_start(config, manager, copies, ranks, data, model, device)
-    notes = [*loaded.notes, *found]
+    notes = [*loaded.notes, *model_notes(model, config), *found]
     if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
-    shard_and_fill(model, config, device, ranks.world_size)
+    shard(model, config, device, ranks.world_size)
+    ranks.on_each(lambda: fill(model, config, device, is_resumed=start is not None))
     fused = config.run.reproducible != "any_world" or device.type != "cpu"
     optimizer = build_optimizer(model, config.optim, fused=fused)
     if config.optim.in_backward:

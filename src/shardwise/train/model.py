@@ -1,6 +1,7 @@
 """The model of a job: built, sharded and filled with its first weights.
 
     model.kind = "decoder"            the built-in decoder
+    model.kind = "hf"                 a causal language model of transformers: `train/hf`
     model.kind = "module:function"    function(options) -> nn.Module; options: a dict of the other
                                       keys of [model]. How it is called: `calling.py`
 
@@ -25,6 +26,7 @@ from shardwise.train.config import (
     HYBRID,
     Config,
     CustomModelConfig,
+    HFModelConfig,
     gather_limit,
     mesh_shape,
     parse_override,
@@ -42,20 +44,28 @@ def build_model(config: Config, search_dir: Path | None) -> nn.Module:
     model = _make_model(config, search_dir)
     try:
         overrides = dict(parse_override(entry) for entry in config.shard.overrides)
-        override_for(choose_units(model, unit_of_config(config)), overrides)
+        override_for(choose_units(model, unit_of_config(config, model)), overrides)
     except ValueError as error:  # names that match nothing
         raise ConfigError(f"shard.{error}") from None
     return model
 
 
-def unit_of_config(config: Config) -> str | int | list[str]:
-    """`shard.unit` as the engine takes it."""
+def unit_of_config(config: Config, model: nn.Module) -> str | int | list[str]:
+    """`shard.unit` as the engine takes it; a model of transformers names its layers itself."""
     unit = config.shard.unit
+    if unit == "auto" and isinstance(config.model, HFModelConfig):
+        from shardwise.train.hf.prepare import units_of
+
+        return units_of(model) or unit
     return list(unit) if isinstance(unit, tuple) else unit
 
 
 def _make_model(config: Config, search_dir: Path | None) -> nn.Module:
     section = config.model
+    if isinstance(section, HFModelConfig):
+        from shardwise.train.hf.prepare import prepare
+
+        return prepare(config)
     if not isinstance(section, CustomModelConfig):
         with torch.device("meta"):
             return Decoder(section, config.data.seq_len)
@@ -73,6 +83,15 @@ def _make_model(config: Config, search_dir: Path | None) -> nn.Module:
     return model
 
 
+def model_notes(model: nn.Module, config: Config) -> list[str]:
+    """What to tell about the model at the start."""
+    if not isinstance(config.model, HFModelConfig):
+        return []
+    from shardwise.train.hf.prepare import in_words
+
+    return list(in_words(model, config))
+
+
 def policy_of(config: Config) -> MixedPrecisionPolicy:
     """The dtypes of [shard]."""
     section = config.shard
@@ -81,13 +100,10 @@ def policy_of(config: Config) -> MixedPrecisionPolicy:
     )
 
 
-def shard_and_fill(
-    model: nn.Module, config: Config, device: torch.device, world_size: int
-) -> nn.Module:
-    """Shards the model as [shard] and [mesh] say and gives it its first weights on `device`."""
+def shard(model: nn.Module, config: Config, device: torch.device, world_size: int) -> None:
+    """Shards the model as [shard] and [mesh] say. A collective."""
     section = config.shard
-    on_meta = any(p.is_meta for p in model.parameters())
-    if not on_meta:
+    if not any(p.is_meta for p in model.parameters()):
         model.to(device)
     strategy = resolved_strategy(config)
     shape = mesh_shape(config, world_size)
@@ -99,7 +115,7 @@ def shard_and_fill(
         model,
         mesh=mesh,
         strategy=strategy,
-        unit=unit_of_config(config),
+        unit=unit_of_config(config, model),
         transport=section.transport,
         mp_policy=policy_of(config),
         activation_checkpointing=_CHECKPOINTING[section.activation_checkpointing],
@@ -108,9 +124,19 @@ def shard_and_fill(
         overrides=dict(parse_override(entry) for entry in section.overrides),
     )
     if section.compile:
-        for group in choose_units(model, unit_of_config(config)):
+        for group in choose_units(model, unit_of_config(config, model)):
             for name in group:
                 model.get_submodule(name).compile()
-    if on_meta:
+
+
+def fill(
+    model: nn.Module, config: Config, device: torch.device, *, is_resumed: bool = False
+) -> None:
+    """Gives what is on meta its first weights; `is_resumed`: only memory where a checkpoint has
+    them all."""
+    if isinstance(config.model, HFModelConfig):
+        from shardwise.train.hf.prepare import fill_prepared
+
+        fill_prepared(model, device, config.run.seed, is_resumed=is_resumed)
+    elif any(p.is_meta for p in model.parameters()):
         materialize(model, device=device, seed=config.run.seed)
-    return model

@@ -1,0 +1,118 @@
+"""`model.kind = "hf"` for the job: the model as it is to be sharded, and in words.
+
+The model that comes out is transformers' own, on meta, its parameters under the names of its
+directory. An `Origin` stands at it as `model.origin`: where it comes from, and what is to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.engine.services.materialize import give_memory
+from shardwise.errors import ConfigError
+from shardwise.train.config import Config, HFModelConfig
+from shardwise.train.hf.attention import choose_attention
+from shardwise.train.hf.build import build_on_meta
+from shardwise.train.hf.description import Description, describe
+from shardwise.train.hf.weights import Weights, fill, fill_anew, move_buffers, open_weights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a model of the job comes from; `weights` stay open until it is filled."""
+
+    described: Description
+    weights: Weights | None
+    dtype: torch.dtype
+    attention: str
+    passed_over: str  # why not an implementation of attention that comes before
+
+    @property
+    def dtypes_there(self) -> str:
+        """Of the directory's weights."""
+        return ", ".join(map(_name, self.weights.dtypes)) if self.weights else ""
+
+
+def prepare(config: Config) -> Any:
+    """The model of `model.path`, on meta; ConfigError for what cannot be trained."""
+    section = config.model
+    assert isinstance(section, HFModelConfig)
+    described = describe(section)
+    _check_lengths(described, config)
+    attention, passed_over = choose_attention(
+        described.model_class, section.attention, _device_type(config), config.shard.param_dtype
+    )
+    dtype = _DTYPES["float32" if section.dtype == "auto" else section.dtype]
+    model = build_on_meta(described, dtype, attention)
+    weights = open_weights(described, model) if described.has_weights else None
+    model.origin = Origin(described, weights, dtype, attention, passed_over)
+    return model
+
+
+def origin_of(model: nn.Module) -> Origin:
+    """Of a model from `prepare`."""
+    found: Any = model.origin
+    assert isinstance(found, Origin)
+    return found
+
+
+def units_of(model: Any) -> list[str]:
+    """The classes of the model's decoder layers, as it names them itself."""
+    present = {type(m).__name__ for m in model.modules()}
+    return sorted(present & set(model._no_split_modules or ()))
+
+
+def fill_prepared(
+    model: nn.Module, device: torch.device, seed: int, *, is_resumed: bool = False
+) -> None:
+    """Gives a model from `prepare` its weights, sharded or not; or only memory, for those of a
+    checkpoint."""
+    origin = origin_of(model)
+    if is_resumed:
+        give_memory(model, device, ())
+        move_buffers(model, device)
+    elif origin.weights is None:
+        fill_anew(model, device, seed)
+    else:
+        fill(model, origin.weights, device)
+    if origin.weights is not None:
+        origin.weights.close()
+
+
+def in_words(model: nn.Module, config: Config) -> Iterator[str]:
+    """For the console: what is trained, in which precision, with which attention."""
+    origin = origin_of(model)
+    described, there = origin.described, origin.dtypes_there
+    found = f"weights in {there} there, " if there else "new weights, "
+    yield (
+        f"{described.model_class.__name__} of {described.path}: {found}kept in "
+        f"{_name(origin.dtype)}, computed in {config.shard.param_dtype}"
+    )
+    why = f" ({origin.passed_over})" if origin.passed_over else ""
+    yield f"attention: {origin.attention}{why}"
+
+
+def _check_lengths(described: Description, config: Config) -> None:
+    context, length = described.context, config.data.seq_len
+    if context is not None and length > context:
+        raise ConfigError(
+            f"data.seq_len: {length} is more than the {context} places of the model "
+            f"(max_position_embeddings in its config.json)"
+        )
+
+
+def _device_type(config: Config) -> str:
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,128 @@
+"""From a directory of safetensors straight into the shards of a model, or new weights without one.
+
+Each rank reads the rows that it holds, in pieces; nobody has the whole model, nor one whole tensor
+more than its shards. `transformers`' own description of names is followed (directories of older
+versions, experts stored one by one), and so are the names that its models say may be left over.
+What does not fit is found on meta, before anything is sharded or written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise import materialize
+from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.importing import open_source
+from shardwise.checkpoint.index import TensorInfo
+from shardwise.checkpoint.loading import Differences, differences, load_model
+from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.state import MODEL
+from shardwise.checkpoint.transformers_names import under_names_of
+from shardwise.engine.core.state import units_in
+from shardwise.engine.services.materialize import give_memory, initialise, waiting_modules
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train.hf.description import Description
+
+
+class Weights:
+    """The weights of a directory under the names of a model; `renamed` are names that the model has
+    got since: adapters put themselves around modules."""
+
+    def __init__(self, source: Source, renamed: Mapping[str, str] | None = None) -> None:
+        self._source = source
+        self._old = {MODEL + new: MODEL + old for old, new in (renamed or {}).items()}
+        self._new = {old: new for new, old in self._old.items()}
+        self.path: Path = source.path
+        self.tensors: dict[str, TensorInfo] = {
+            self._new.get(k, k): info for k, info in source.tensors.items()
+        }
+        self.ties: Mapping[str, str] = {
+            self._new.get(a, a): self._new.get(k, k) for a, k in source.ties.items()
+        }
+        self.objects: Mapping[str, Any] = {}
+
+    def leave_out(self, surplus: list[str], patterns: Collection[str]) -> None:
+        """Forgets those names that nobody misses, by regular expressions of transformers."""
+        for name in surplus:
+            if any(re.search(pattern, name) for pattern in patterns):
+                self.tensors.pop(MODEL + name, None)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of its floating-point tensors, the most frequent by elements first."""
+        counts: Counter[torch.dtype] = Counter()
+        for info in self.tensors.values():
+            if info.dtype.is_floating_point:
+                counts[info.dtype] += info.size_bytes // info.dtype.itemsize
+        return [dtype for dtype, _ in counts.most_common()]
+
+    def read(self, key: str, box: Box, out: Tensor) -> None:
+        self._source.read(self._old.get(key, key), box, out)
+
+    def close(self) -> None:
+        self._source.close()
+
+
+def open_weights(described: Description, model: Any) -> Weights:
+    """The directory's weights under the names of `model`, on meta; ConfigError where they do not
+    fit it."""
+    path = described.path
+    try:
+        source = under_names_of(open_source(path), model)
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from None
+    weights = Weights(source)
+    surplus = differences(weights, model).unexpected
+    weights.leave_out(surplus, model._keys_to_ignore_on_load_unexpected or ())
+    found = differences(weights, model)
+    if not found:
+        return weights
+    weights.close()
+    raise ConfigError(f"model.path: {path}: does not fit {_name(model)}: {_in_words(found)}")
+
+
+def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Gives a sharded model memory and its weights. What the directory does not have (adapters) is
+    left as it is."""
+    give_memory(model, device, ())
+    move_buffers(model, device)
+    try:
+        load_model(weights, model, strict=False, cast=True)
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from None
+
+
+def fill_anew(model: nn.Module, device: torch.device, seed: int) -> None:
+    """New weights by transformers' `_init_weights`, the same on any number of ranks."""
+    if units_in(model):
+        materialize(model, device=device, seed=seed)
+    else:  # a plain model, which runs are compared with
+        waiting = waiting_modules(model)
+        give_memory(model, device, waiting)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            initialise(model, waiting)
+    move_buffers(model, device)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Tables were computed on the CPU."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[key] = buffer.to(device)
+
+
+def _in_words(found: Differences) -> str:
+    return str(found).replace("the checkpoint", "the directory")
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__

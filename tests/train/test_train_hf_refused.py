@@ -1,0 +1,201 @@
+"""Directories that cannot be trained: each is one line that names the place and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+from hf_kit import JOB, config_of, make_directory, make_tokens
+from safetensors.torch import load_file, save_file
+
+from shardwise.errors import ConfigError
+from shardwise.train.config_file import load_config
+from shardwise.train.data import open_data
+from shardwise.train.model import build_model
+
+SHARDED = {"max_shard_size": "20KB"}
+
+
+def change_config(**values: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        said = json.loads((path / "config.json").read_text())
+        said.update(values)
+        (path / "config.json").write_text(json.dumps(said))
+
+    return change
+
+
+def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def no_weights(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+def reshape(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = torch.ones(31)
+
+
+CASES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
+    "adapters": (
+        lambda p: (p / "config.json").rename(p / "adapter_config.json"),
+        "name the directory of the model they belong to",
+    ),
+    "broken JSON": (
+        lambda p: (p / "config.json").write_text('{"model_type": "llama",'),
+        "not valid JSON: .* line 1 column 24",
+    ),
+    "no JSON object": (lambda p: (p / "config.json").write_text("[]"), "names no model_type"),
+    "no text": (lambda p: (p / "config.json").write_bytes(b"\xff\xfe"), "not text in UTF-8"),
+    "unknown type": (change_config(model_type="no_such"), "knows no model_type 'no_such'"),
+    "remote code": (
+        change_config(model_type="own", auto_map={"AutoModelForCausalLM": "modeling.Own"}),
+        "trust_remote_code is off",
+    ),
+    "not causal": (
+        change_config(architectures=["LlamaForSequenceClassification"]),
+        "LlamaForSequenceClassification is not a causal language model",
+    ),
+    "encoder and decoder": (change_config(model_type="t5", architectures=None), "'t5' is not a"),
+    "encoder": (
+        change_config(model_type="bert", architectures=["BertLMHeadModel"]),
+        "is an encoder",
+    ),
+    "values": (change_config(hidden_size="wide"), "transformers does not take it: .*hidden_size"),
+    "quantized": (
+        change_config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        r"is quantized \(bitsandbytes\); write it as bfloat16 first",
+    ),
+    "no weights": (no_weights, r"has no weights .*config.json itself: .*/config.json"),
+    "truncated": (truncate, "model.safetensors: truncated or damaged"),
+    "no safetensors": (
+        lambda p: (p / "model.safetensors").write_bytes(b"x" * 100),
+        "no safetensors file, or truncated",
+    ),
+    "missing tensor": (
+        change_weights(lambda t: t.pop("model.norm.weight")),
+        "missing from the directory: model.norm.weight",
+    ),
+    "surplus tensor": (
+        change_weights(lambda t: t.update(extra=torch.ones(2))),
+        "unknown to the model: extra",
+    ),
+    "reshaped tensor": (
+        change_weights(reshape),
+        r"of another shape: model.norm.weight \(31,\) -> \(32,\)",
+    ),
+    "other sizes": (change_config(vocab_size=97), r"of another shape: lm_head.weight \(96, 32\)"),
+    "attention": (change_config(), "model.attention: flash_attention_2: it does not run on cpu"),
+    "too long": (change_config(max_position_embeddings=16), "data.seq_len: 24 is more than the 16"),
+    "vocabulary": (
+        change_config(),
+        "data.source: holds token 95, but the model knows tokens below 90",
+    ),
+}
+SHARDED_CASES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing file": (
+        lambda p: next(iter(sorted(p.glob("model-*.safetensors")))).unlink(),
+        "model-00001-of-.*: No such file",
+    ),
+    "broken index": (
+        lambda p: (p / "model.safetensors.index.json").write_text('{"weight_map": 3}'),
+        "weight_map",
+    ),
+    "file elsewhere": (
+        lambda p: (p / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"model.norm.weight": "../model.safetensors"}}'
+        ),
+        "is no file beside it",
+    ),
+}
+
+
+def refused(path: Path, **overrides: str) -> str:
+    """The text with which a job on that model is refused."""
+    tokens = str(make_tokens(path.parent))
+    values = {**JOB, "model.path": str(path), "data.source": tokens, "run.device": "cpu"}
+    values |= {key.replace("__", "."): value for key, value in overrides.items()}
+    config = load_config(None, [(k, str(v).lower()) for k, v in values.items()]).config
+    with pytest.raises(ConfigError) as caught:
+        build_model(config, None)
+        data = open_data(config, None)
+        data.train.batch(torch.arange(len(data.train)).numpy())
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 600
+    assert str(path.parent) in text or text.startswith(("model.attention", "data."))
+    return text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_directory_that_cannot_be_trained(case: str, tmp_path: Path) -> None:
+    change, expected = CASES[case]
+    path = make_directory("llama", tmp_path / "model")
+    if case == "vocabulary":
+        config = config_of("llama")
+        config.vocab_size = 90
+        config.to_json_file(tmp_path / "small.json")
+        path = tmp_path / "small.json"
+    else:
+        change(path)
+    how = {"model__attention": "flash_attention_2"} if case == "attention" else {}
+    text = refused(path, **how)
+    assert re.search(expected, text), text
+
+
+@pytest.mark.parametrize("case", SHARDED_CASES)
+def test_a_sharded_directory_that_is_damaged(case: str, tmp_path: Path) -> None:
+    change, expected = SHARDED_CASES[case]
+    path = make_directory("llama", tmp_path / "model", **SHARDED)
+    change(path)
+    text = refused(path)
+    assert re.search(expected, text), text
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    text = refused(tmp_path / "nothing")
+    assert "no such directory or configuration file" in text
+    assert "hf download" not in text
+    config = load_config(None, [("model.kind", "hf"), ("model.path", "org/name")]).config
+    with pytest.raises(ConfigError, match="hf download org/name --local-dir org/name"):
+        build_model(config, None)
+    with pytest.raises(ConfigError, match=r"model\.path: is empty"):
+        load_config(None, [("model.kind", "hf")])
+    with pytest.raises(ConfigError, match=r"model\.dim: belongs to model.kind = 'decoder'"):
+        load_config(None, [("model.kind", "hf"), ("model.path", "x"), ("model.dim", "3")])
+
+
+@pytest.mark.slow
+def test_the_command_says_it_in_a_line_and_writes_nothing(tmp_path: Path) -> None:
+    path = make_directory("llama", tmp_path / "model")
+    truncate(path)
+    tokens = make_tokens(tmp_path)
+    words = [sys.executable, "-m", "shardwise.cli", "train", "--nproc", "2", "--model.kind", "hf"]
+    words += ["--model.path", str(path), "--data.source", str(tokens), "--data.seq_len", "24"]
+    words += ["--run.dir", str(tmp_path / "run"), "--run.device", "cpu"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "truncated" in done.stderr
+    assert not (tmp_path / "run").exists()
