@@ -70,3 +70,14 @@ def test_numbers_on_any_number_of_ranks(tmp_path: Path) -> None:
     differing = {row["setting"]: row for row in promised if row["equal_steps"] != row["steps"]}
     assert differing.keys() == {changed}
     assert (differing[changed]["equal_steps"], differing[changed]["weights_equal"]) == (3, True)
+
+
+def test_chunked_loss_benchmark_shows_the_saving() -> None:
+    """256 rows at 64 a chunk: 3 x 256 x 4,000 floats of logits against 64 x 4,000 and the head's
+    gradient."""
+    result = run_benchmark("chunked_loss.py", "--heads", "64x4000", "--tokens", "256")
+    (row,) = result["rows"]
+    assert row["auto"] == "on"
+    assert row["plain"]["peak_bytes"] >= 3 * 256 * 4000 * 4
+    assert row["chunked"]["peak_bytes"] < 0.75 * row["plain"]["peak_bytes"]
+    assert row["chunked"]["peak_bytes"] >= row["head_grad_bytes"]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.doctor.difference import Numbers, compare
 from shardwise.doctor.plan import Plan, Row, Variant
 from shardwise.engine.reproducible.run import set_streams, stream_seed
@@ -26,9 +27,10 @@ from shardwise.train import numerics
 from shardwise.train.calling import outputs_of
 from shardwise.train.config import Config, HFModelConfig
 from shardwise.train.data import Data, open_data
+from shardwise.train.loss.weights import weigh_in_tree
 from shardwise.train.model import build_model, fill
 from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from shardwise.train.order import SampleOrder
+from shardwise.train.order import Int64Array, SampleOrder
 
 _RUNG = "1 plain"
 _DROPOUTS = (
@@ -104,10 +106,12 @@ class _Plain:
         model.train()
         num, losses = self.plan.num_micro_batches, []
         parts: list[dict[str, Tensor]] = []
+        seed, train = self.config.run.seed, self.data.train
+        weigh = weigh_in_tree(model, train, self._parts(step), Ranks(), seed, step)
         for index, batch in enumerate(self._batches(step)):
-            set_streams(stream_seed(self.config.run.seed, step, index))
+            set_streams(stream_seed(seed, step, index))
             model.zero_grad()
-            loss = outputs_of(model, batch)["loss"]
+            loss = outputs_of(model, batch)["loss"] * weigh(batch)
             loss.backward()
             losses.append(loss.item())
             parts.append(_take_grads(model))
@@ -117,10 +121,11 @@ class _Plain:
         return math.fsum(losses) / num, grads
 
     def _batches(self, step: int) -> Iterator[Any]:
+        return map(self.data.train.batch, self._parts(step))
+
+    def _parts(self, step: int) -> list[Int64Array]:
         size, num = self.config.train.micro_batch, self.plan.num_micro_batches
-        for index in range(num):
-            start = ((step - 1) * num + index) * size
-            yield self.data.train.batch(self.order.indices(start, size))
+        return [self.order.indices((step * num - num + i) * size, size) for i in range(num)]
 
     # -- what one rank can tell ------------------------------------------------------------------
     def check_whole_batch(self) -> Row:

@@ -33,10 +33,11 @@ from shardwise.doctor.difference import Numbers, first_difference
 from shardwise.doctor.plan import Plan, Variant
 from shardwise.train.data import Samples
 from shardwise.train.job import build_job
-from shardwise.train.loop import Job, Step, save, stepping
+from shardwise.train.loop import Step, save, stepping
 from shardwise.train.meeting import stay_on_loopback
 from shardwise.train.order import Int64Array, SampleOrder
 from shardwise.train.run_dir import RunDir
+from shardwise.train.running import Job
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
 from shardwise.train.worker import die_with_launcher
 
@@ -94,7 +95,7 @@ class _Recorder:
         self.read += [int(i) for i in indices]
         return self._samples.batch(indices)
 
-    def trained_tokens(self, indices: Int64Array) -> int:
+    def trained_tokens(self, indices: Int64Array) -> int | None:
         return self._samples.trained_tokens(indices)
 
 

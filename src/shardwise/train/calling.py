@@ -53,15 +53,16 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
                 f"{', '.join(map(str, batch))}: {error}"
             ) from None
         return (), dict(batch)
-    if _shifts_labels(model) and isinstance(batch, Tensor) and not batch.is_floating_point():
+    if is_causal_lm(model) and isinstance(batch, Tensor) and not batch.is_floating_point():
         return (), {"input_ids": batch, "labels": batch}
     if isinstance(batch, list | tuple) and not _fits(signature, batch) and _fits(signature, *batch):
         return tuple(batch), {}
     return (batch,), {}
 
 
-def _shifts_labels(model: nn.Module) -> bool:
-    """By the name under which transformers itself chooses a model's loss."""
+def is_causal_lm(model: nn.Module) -> bool:
+    """A causal language model of transformers, which shifts labels itself: by the name under which
+    transformers chooses a model's loss."""
     chosen = getattr(model, "loss_type", "") == "ForCausalLM"
     return chosen or any(c.__name__ == "GPT2LMHeadModel" for c in type(model).__mro__)
 

@@ -109,6 +109,8 @@ class TrainConfig:
     """Sequences per forward on one rank; if left out, at most 16: what fits global_batch."""
     grad_clip: float = 1.0
     """Limit of the global gradient norm; 0: none."""
+    chunked_loss: Literal["auto", "on", "off"] = "auto"
+    """Never hold all logits of a transformers model; auto: where they outweigh what that needs."""
     eval_every: int = 40
     """Steps between evaluations on the held-out part (and after the last step); 0: never."""
     eval_samples: int = 128

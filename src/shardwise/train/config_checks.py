@@ -37,6 +37,8 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
             found[key] = "data.source", f"is {config.data.source!r}, which makes its own samples"
     elif not any(s.endswith(".bin") for s in sources):
         found["data.token_dtype"] = "data.source", "names no .bin file, and only these need it"
+    if isinstance(config.model, DecoderConfig):
+        found["train.chunked_loss"] = "model.kind", "is 'decoder', no model of transformers"
     if config.train.eval_every == 0:
         found["train.eval_samples"] = "train.eval_every", "is 0"
     if config.optim.schedule != "cosine":

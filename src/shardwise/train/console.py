@@ -80,6 +80,8 @@ def _parts(row: dict[str, Any]) -> list[str]:
     """The losses, what else the model logs, then norm, rate and speed."""
     others = [k for k in row if k not in _NOT_OF_THE_MODEL and not k.endswith("_per_s")]
     parts = [f"{name} {row[name]:.4f}" for name in ["loss", *others]]
-    parts += [f"norm {row['grad_norm']:.2f}", f"lr {row['lr']:.2e}"]
+    if "grad_norm" in row:  # not known where units step in the backward
+        parts.append(f"norm {row['grad_norm']:.2f}")
+    parts.append(f"lr {row['lr']:.2e}")
     parts += [f"{row[k]:,.0f} {k[:-6]}/s" for k in row if k.endswith("_per_s")]
     return parts

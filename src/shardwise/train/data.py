@@ -34,9 +34,9 @@ class Samples(Protocol):
         """The samples of these indices as one batch on the CPU."""
         ...
 
-    def trained_tokens(self, indices: Int64Array) -> int:
-        """What the mean of the loss over these samples is divided by: how many tokens have a loss
-        (samples, where there are no tokens). Known without reading them."""
+    def trained_tokens(self, indices: Int64Array) -> int | None:
+        """How many tokens of these samples have a loss, without reading them: labels that are not
+        -100, at the place of their own token, the first place left out. None: not known so."""
         ...
 
 
@@ -84,8 +84,7 @@ class TokenSamples:
 
 
 class DatasetSamples:
-    """A map-style dataset, read by index; what counts in it is unknown, so all samples count
-    alike."""
+    """A map-style dataset, read by index."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -96,8 +95,8 @@ class DatasetSamples:
     def batch(self, indices: Int64Array) -> Any:
         return torch.utils.data.default_collate([self._dataset[int(i)] for i in indices])
 
-    def trained_tokens(self, indices: Int64Array) -> int:
-        return len(indices)
+    def trained_tokens(self, indices: Int64Array) -> None:
+        return None
 
 
 def open_data(config: Config, search_dir: Path | None) -> Data:

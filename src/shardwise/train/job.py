@@ -19,13 +19,14 @@ from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, config_as_toml
 from shardwise.train.console import Console
 from shardwise.train.data import open_data
-from shardwise.train.loop import Job, run_steps
+from shardwise.train.loop import run_steps
 from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.model import build_model, fill, model_notes, shard
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
+from shardwise.train.running import Job
 from shardwise.train.stop import StopRequest
 
 

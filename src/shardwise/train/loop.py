@@ -14,56 +14,27 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from shardwise import check_finite, clip_grad_norm_, no_sync
-from shardwise.checkpoint.manager import CheckpointManager
-from shardwise.checkpoint.memory import MemoryCopies
-from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.exchange import sum_over
 from shardwise.engine.reproducible.run import ReproducibleRun
-from shardwise.errors import ConfigError, NonFiniteError, TrainingError
+from shardwise.errors import NonFiniteError, TrainingError
 from shardwise.layout import strategy_named
 from shardwise.train import numerics
-from shardwise.train.calling import outputs_of
-from shardwise.train.config import Config, resolved_strategy
+from shardwise.train.config import resolved_strategy
 from shardwise.train.config_file import config_as_dict
-from shardwise.train.console import Console
-from shardwise.train.data import Data, Samples
-from shardwise.train.metrics import MetricsFile
+from shardwise.train.evaluation import evaluate
+from shardwise.train.loss.weights import weigh_in_tree, weigh_on_ranks
 from shardwise.train.optimizer import learning_rate, set_learning_rate
 from shardwise.train.order import Int64Array, SampleOrder
-from shardwise.train.stop import StopRequest
+from shardwise.train.running import Job, forward
 
 # Takes one optimizer step: its row for metrics.jsonl, and what asked the job to stop (or nothing).
 Step = Callable[[], tuple[dict[str, Any], str]]
-
-
-@dataclass(slots=True)
-class Job:
-    """Everything a running job consists of; `step` and `position` are what it has done so far,
-    `saved_step` what of it is on disk."""
-
-    config: Config
-    ranks: Ranks
-    device: torch.device
-    data: Data
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    checkpoints: CheckpointManager
-    copies: MemoryCopies | None
-    metrics: MetricsFile | None
-    console: Console
-    stop: StopRequest
-    step: int = 0
-    position: int = 0
-    loss: float | None = None  # of the step before
-    saved_step: int = 0
 
 
 def run_steps(job: Job) -> str:
@@ -168,28 +139,33 @@ def _train_step(
 
 def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
     """All micro-batches of this rank; returns the means of what the model logs."""
-    batches = list(_micro_batches(job, order))
-    config = job.config
+    config, own = job.config, list(_micro_batches(job, order))
     strategy = strategy_named(resolved_strategy(config))
     reduce_once = config.optim.in_backward or strategy.defers_reduction
+    whole = order.indices(job.position, config.train.global_batch)
+    batches, weigh = weigh_on_ranks(job.model, job.data.train, own, whole, job.ranks)
     sums: dict[str, Tensor] = {}
-    for i, indices in enumerate(batches):
-        batch = _to_device(job.data.train.batch(indices), job.device)
-        wait = reduce_once and i < len(batches) - 1
+    for i, batch in enumerate(batches):
+        weight, wait = weigh(batch), reduce_once and i < len(own) - 1
         with no_sync(job.model) if wait else contextlib.nullcontext():
-            outputs = _outputs(job, batch)
-            (outputs["loss"] / len(batches)).backward()
+            outputs = forward(job, batch)
+            (outputs["loss"] * weight).backward()
         for name, value in outputs.items():
-            sums[name] = sums.get(name, 0) + value.detach().double()
-    return {name: float(total) / len(batches) for name, total in sums.items()}
+            share = weight if name == "loss" else 1 / len(own)
+            sums[name] = sums.get(name, 0) + value.detach().double() * share
+    return {name: float(total) for name, total in sums.items()}
 
 
 def _in_tree_order(job: Job, order: SampleOrder, run: ReproducibleRun) -> dict[str, float]:
     """The same for `any_world`: micro-batches by index, means over those of all ranks."""
-    size = job.config.train.micro_batch
+    size, samples, ranks = job.config.train.micro_batch, job.data.train, job.ranks
+    starts = range(job.position, job.position + run.num_micro_batches * size, size)
+    every = [order.indices(start, size) for start in starts]
+    weigh = weigh_in_tree(job.model, samples, every, ranks, run.seed, job.step)
     for micro in run.micro_batches(job.step):
-        indices = order.indices(job.position + micro.index * size, size)
-        outputs = _outputs(job, _to_device(job.data.train.batch(indices), job.device))
+        batch = samples.batch(every[micro.index])
+        outputs = forward(job, batch)
+        outputs["loss"] = outputs["loss"] * weigh(batch)
         outputs["loss"].backward()
         micro.log(**outputs)
     return run.means()
@@ -201,31 +177,6 @@ def _micro_batches(job: Job, order: SampleOrder) -> Iterator[Int64Array]:
     first = job.position + job.ranks.rank * share
     for start in range(first, first + share, train.micro_batch):
         yield order.indices(start, train.micro_batch)
-
-
-@torch.no_grad()
-def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
-    """Means over `eval_samples` held-out samples, as `val_<name>`: the same batches, and sums that
-    are rounded once, on any number of ranks."""
-    count, micro = min(job.config.train.eval_samples, len(held_out)), job.config.train.micro_batch
-    chosen = np.linspace(0, len(held_out) - 1, count).astype(np.int64)
-    batches = [chosen[start : start + micro] for start in range(0, count, micro)]
-    rank, world = job.ranks.rank, job.ranks.world_size
-    job.model.eval()
-    rows: list[dict[str, float]] = []
-    # Every rank runs equally many forwards, which gather parameters together; spare ones weigh
-    # nothing.
-    for at in range(rank, -(-len(batches) // world) * world, world):
-        indices = batches[at] if at < len(batches) else batches[0]
-        weight = len(indices) if at < len(batches) else 0
-        numerics.begin_evaluation_batch(job.config, job.step, at)
-        outputs = _outputs(job, _to_device(held_out.batch(indices), job.device))
-        rows.append({name: float(value) * weight for name, value in outputs.items()})
-    names = sorted(rows[0])
-    table = job.ranks.gather_floats([row[name] for name in names for row in rows])
-    columns = table.view(world, len(names), len(rows)).unbind(1)
-    means = (math.fsum(column.flatten().tolist()) / count for column in columns)
-    return {f"val_{name}": mean for name, mean in zip(names, means, strict=True)}
 
 
 def save(job: Job) -> None:
@@ -252,24 +203,6 @@ def _extra(job: Job) -> dict[str, Any]:
         "numerics": numerics.facts(job.config, job.device, job.ranks.world_size),
         "config": config_as_dict(job.config),
     }
-
-
-def _outputs(job: Job, batch: Any) -> dict[str, Tensor]:
-    """One forward. What a model takes or returns is mostly wrong on all ranks alike, at once."""
-    try:
-        return outputs_of(job.model, batch)
-    except ConfigError as error:
-        raise job.ranks.agreed(error, 0 if job.position == 0 else job.ranks.rank) from None
-
-
-def _to_device(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {k: _to_device(v, device) for k, v in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to_device(v, device) for v in batch)
-    return batch
 
 
 def _check_finite(value: float, what: str, job: Job) -> None:

@@ -34,14 +34,17 @@ from shardwise.train.config import (
 )
 from shardwise.train.decoder import Decoder
 from shardwise.train.factory import load_factory
+from shardwise.train.loss.causal import use_token_loss
 
 _CHECKPOINTING: dict[str, bool | str] = {"none": False, "full": True, "selective": "selective"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(config: Config, search_dir: Path | None) -> nn.Module:
-    """The whole model, unsharded; the decoder on the meta device. Checks `shard.unit` on it."""
+    """The whole model, unsharded, with its loss; the decoder on the meta device. Checks
+    `shard.unit` on it."""
     model = _make_model(config, search_dir)
+    use_token_loss(model, config.train.chunked_loss)
     try:
         overrides = dict(parse_override(entry) for entry in config.shard.overrides)
         override_for(choose_units(model, unit_of_config(config, model)), overrides)
