@@ -45,6 +45,8 @@ test: setup
 test-all: test
 	SHARDWISE_EXAMPLES=30 $(BIN)/python -m pytest --timeout 7200 tests/checkpoint/test_checkpoint_hostile.py \
 		tests/checkpoint/test_checkpoint_every_value.py tests/layout
+	$(PIP_INSTALL) -qq -e ".[ray]"
+	$(BIN)/python -m pytest tests/examples/test_launch.py
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
 	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:200 --worlds 2 --modes c10d,shared_memory

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
-from shardwise.train.config_file import load_config
+from shardwise.train.config_file import LoadedConfig, load_config
 from shardwise.train.options import nearest
-from shardwise.train.restarts import EXIT_FINAL, Restarts
+from shardwise.train.restarts import EXIT_FINAL, EXIT_REQUEUE, Restarts
 
 # The launcher's options, and the numbers that they take.
 _OWN_OPTIONS = {
@@ -20,6 +20,8 @@ _OWN_OPTIONS = {
     "max-restarts": (0, 2**16),
     "min-ranks": (1, 2**16),
 }
+# Whoever is asked to stop, with steps left, ends with EXIT_REQUEUE: see docs/launching.md.
+_REQUEUE = "--requeue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +90,17 @@ def main(arguments: Sequence[str]) -> int:
 
         print_help()
         return 0
+    requeues = _REQUEUE in arguments
+    arguments = [word for word in arguments if word != _REQUEUE]
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _run_as_rank(arguments)
+        return _run_as_rank(arguments, requeues)
     try:
-        parsed = parse(arguments)
+        parsed = parse(arguments, [_REQUEUE.removeprefix("--")])
         loaded = load_config(parsed.config_file, parsed.overrides)
         from shardwise.train.launch import launch
 
-        return launch(loaded, parsed.for_ranks, parsed.nproc, parsed.port, parsed.restarts)
+        code = launch(loaded, parsed.for_ranks, parsed.nproc, parsed.port, parsed.restarts)
+        return EXIT_REQUEUE if requeues and not code and _is_left(loaded) else code
     except ConfigError as error:
         print(f"shardwise train: {error}", file=sys.stderr)
         return 2
@@ -114,13 +119,20 @@ def _cannot_start(error: Exception) -> int:
     return EXIT_FINAL
 
 
-def _run_as_rank(arguments: Sequence[str]) -> int:
+def _is_left(loaded: LoadedConfig) -> bool:
+    """A job that ended well has steps to take: it was asked to stop."""
+    from shardwise.train.run_dir import finished
+
+    return not finished(loaded.config)
+
+
+def _run_as_rank(arguments: Sequence[str], requeues: bool) -> int:
     from shardwise.train.stop import StopRequest
 
     stop = StopRequest()
     stop.install()  # before the seconds in which torch is imported
     try:
-        parsed = parse(arguments)
+        parsed = parse(arguments, [_REQUEUE.removeprefix("--")])
         if parsed.nproc is not None or parsed.port or parsed.restarts != Restarts():
             raise ConfigError(
                 f"{', '.join(f'--{name}' for name in _OWN_OPTIONS)}: the ranks are started by "
@@ -137,6 +149,8 @@ def _run_as_rank(arguments: Sequence[str]) -> int:
         return _cannot_start(error)
 
     code = run_rank(loaded, stop)
+    if requeues and not code and _is_left(loaded):
+        code = EXIT_REQUEUE
     if code:
         exit_now(code)
     return code

@@ -56,6 +56,8 @@ class _Command:
         tyro.conf.arg(metavar="N", name="min-ranks", help_behavior_hint="(default: all again)"),
     ] = None
     """A restart may leave out ranks that were killed, down to this many."""
+    requeue: Annotated[bool, tyro.conf.arg(metavar="", help_behavior_hint="")] = False
+    """End with 75, not 0, when asked to stop with steps left: the scheduler starts it again."""
     run: RunConfig = field(default_factory=RunConfig)
     model: DecoderConfig = field(default_factory=DecoderConfig)
     model_hf: Annotated[HFModelConfig, tyro.conf.arg(name="model (kind hf)")] = field(

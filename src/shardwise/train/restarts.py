@@ -8,6 +8,7 @@ start again.
     exit 3, SIGTERM             another one failed                  no
     exit 2, exit 4              a mistake, a loss that is no        the job ends: it would come
                                 number                              again
+    exit 75 (`--requeue`)       asked to stop, saved, steps left    the scheduler starts it again
 
 Every restart is a start like any other, on all ranks that are left: from the newest checkpoint or
 copy in memory (`memory`) that is whole. Steps since then are done again. No torch here.
@@ -25,6 +26,7 @@ from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig
 
 EXIT_ERROR, EXIT_USER, EXIT_OTHER_RANK, EXIT_FINAL = 1, 2, 3, 4
+EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: not now, try again
 _ENDED_BY_AGENT = -signal.SIGTERM
 
 
