@@ -56,6 +56,7 @@ def files_of_model(model: nn.Module) -> dict[str, str]:
     config = json.loads(getattr(module, "saved_config", "") or module.config.to_json_string())
     config["architectures"] = [unsharded_class(module).__name__]
     files = {"prefix": prefix, "config.json": json.dumps(config, indent=2, sort_keys=True)}
+    files |= getattr(module, "saved_beside", {})
     generation: Any = getattr(module, "generation_config", None)
     if hasattr(generation, "to_json_string"):
         files["generation_config.json"] = generation.to_json_string()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     strip_prefix: str | None = None,
+    beside: Mapping[str, bytes] | None = None,
 ) -> int:
     """Writes the weights as a Hugging Face directory, with the configuration and the tokenizer that
     the source knows of. Returns their number.
@@ -40,6 +41,7 @@ def export_safetensors(
         dtype: what floating-point weights become; None leaves them.
         strip_prefix: what names lose, where they have it; by default the prefix of a wrapper
             around a model of `transformers`.
+        beside: more files to write.
     """
     stored = _stripped(source, strip_prefix)
     infos = {name: source.tensors[key] for name, key in stored.items()}
@@ -49,7 +51,7 @@ def export_safetensors(
         [(name, kinds[name], infos[name].shape) for name in sorted(stored)],
         lambda name: pieces(source, stored[name], kinds[name]),
         max_shard_bytes,
-        files_of_source(source, kinds.values()),
+        {**files_of_source(source, kinds.values()), **(beside or {})},
     )
     return len(stored)
 

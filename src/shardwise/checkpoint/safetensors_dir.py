@@ -114,9 +114,11 @@ def write_directory(
     content: Pieces,
     limit: int,
     beside: Mapping[str, bytes],
+    only_file: str | None = None,
 ) -> None:
-    """Writes tensors as such a directory: complete, or not there."""
-    files = split(tensors, limit)
+    """Writes tensors as such a directory: complete, or not there. `only_file`: in one file of that
+    name, whatever the limit."""
+    files = {only_file: lay_out(tensors, _METADATA)} if only_file else split(tensors, limit)
     saving = begin_directory(directory)
     try:
         for name, layout in files.items():

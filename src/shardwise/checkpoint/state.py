@@ -71,9 +71,13 @@ class State:
     def add_model(self, model: nn.Module) -> None:
         seen: dict[int, str] = {}
         names = tensor_names(model)
+        # A model whose base stands elsewhere says by name what of it is to be kept.
+        wanted: Any = getattr(submodule(model, ""), "saved_names", None)
         # keep_vars: the tensors themselves, so that one under two names is seen to be one.
         for name, value in model.state_dict(keep_vars=True).items():
             key = MODEL + names[name]
+            if wanted is not None and names[name] not in wanted:
+                continue
             if not isinstance(value, Tensor):  # get_extra_state()
                 self.objects[key] = value
             elif id(value) in seen:

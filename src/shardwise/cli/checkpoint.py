@@ -48,8 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     add("verify", "read everything and compare with the checksums", path="PATH ...")
     diff = add("diff", "names, shapes, dtypes and values of two", left="PATH", right="OTHER_PATH")
     diff.add_argument("--weights", action="store_true", help="only the weights of the model")
-    text = "weights as a Hugging Face directory of safetensors"
+    text = "weights as a Hugging Face directory of safetensors; adapters as one of peft"
     _export_options(add("export", text, source="PATH", target="DIR"))
+    text = "the model that adapters were trained beside, with these added to it"
+    merge = add("merge", text, source="PATH", target="DIR")
+    merge.add_argument("--base", type=Path, help="directory of that model; else where it was")
+    _export_options(merge)
     add("import", "make a checkpoint from what another program wrote", source="PATH", target="DIR")
     convert = add("convert", "from any format to another", source="PATH", target="TARGET")
     convert.add_argument("--to", choices=("shardwise", "safetensors", "torch"), required=True)
@@ -74,7 +78,7 @@ def _size(text: str) -> int:
 def main(arguments: Sequence[str]) -> int:
     """Runs one sub-command; returns the exit code."""
     commands = {"ls": _ls, "verify": _verify, "diff": _diff}
-    commands |= dict.fromkeys(("export", "import", "convert"), _convert)
+    commands |= dict.fromkeys(("export", "import", "convert"), _convert) | {"merge": _merge}
     words = list(arguments) or ["--help"]
     try:
         if words[0] not in commands and not words[0].startswith("-"):
@@ -88,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 
     try:
         return commands[options.command](options)
-    except (CheckpointError, OSError, MemoryError, RecursionError) as error:
+    except (CheckpointError, ConfigError, OSError, MemoryError, RecursionError) as error:
         _say(f"shardwise checkpoint: {str(error) or type(error).__name__}"[:2000], sys.stderr)
         return 2
 
@@ -248,28 +252,41 @@ def _convert(options: argparse.Namespace) -> int:
         count = _write(source, to, options)
     finally:
         source.close()
-    if options.json:
-        _print_json({"source": str(source.path), "target": str(options.target), "tensors": count})
-    else:
-        _say(f"{options.target}: {count} tensors from {source.path}")
+    return _tell_written(options, source.path, count)
+
+
+def _merge(options: argparse.Namespace) -> int:
+    from shardwise.train.hf.export import merge
+
+    how = {"base": options.base, "dtype": _dtype_of(options)}
+    count = merge(options.source, options.target, max_shard_bytes=options.max_shard_size, **how)
+    return _tell_written(options, options.source, count)
+
+
+def _tell_written(options: argparse.Namespace, path: Path, count: int) -> int:
+    said = {"source": str(path), "target": str(options.target), "tensors": count}
+    _print_json(said) if options.json else _say(f"{options.target}: {count} tensors from {path}")
     return 0
 
 
-def _write(source: Source, to: str, options: argparse.Namespace) -> int:
+def _dtype_of(options: argparse.Namespace) -> Any:
     import torch
 
-    from shardwise.checkpoint.exporting import export_safetensors, export_torch
+    return getattr(torch, options.dtype) if options.dtype else None
+
+
+def _write(source: Source, to: str, options: argparse.Namespace) -> int:
+    from shardwise.checkpoint.exporting import export_torch
     from shardwise.checkpoint.importing import import_checkpoint
+    from shardwise.train.hf.export import export
 
     if to == "shardwise":
         import_checkpoint(source, options.target)
         return len(source.tensors)
-    dtype = getattr(torch, options.dtype) if options.dtype else None
-    how = {"dtype": dtype, "strip_prefix": options.strip_prefix}
+    how = {"dtype": _dtype_of(options), "strip_prefix": options.strip_prefix}
     if to == "torch":
         return export_torch(source, options.target, **how)
-    limit = options.max_shard_size
-    return export_safetensors(source, options.target, max_shard_bytes=limit, **how)
+    return export(source, options.target, max_shard_bytes=options.max_shard_size, **how)
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -88,6 +88,18 @@ class CustomModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    rank: int = 0
+    """Rank of the adapters that are trained in place of weights; 0: none. For model.kind hf."""
+    alpha: float = 16.0
+    """What adapters add is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Of what goes into the adapters."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Which get one: all-linear, or names and patterns of names ("q_proj", "*.mlp.*_proj")."""
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     source: str | tuple[str, ...] = "stdlib"
     """stdlib (Python's own sources), paths of text or token files (.bin, .npy), module:function."""
@@ -183,6 +195,8 @@ class CheckpointConfig:
     """Write in a thread while training goes on; costs a copy of this rank's shards in memory."""
     rehearsal: bool = True
     """After the first step of a start, save once for trial: permissions and space show at once."""
+    export: bool = True
+    """At the end of the run write DIR/model, as transformers loads it. For model.kind hf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +209,7 @@ class LogConfig:
 class Config:
     run: RunConfig = RunConfig()
     model: DecoderConfig | HFModelConfig | CustomModelConfig = DecoderConfig()
+    lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()

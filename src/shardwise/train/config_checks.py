@@ -39,6 +39,11 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
         found["data.token_dtype"] = "data.source", "names no .bin file, and only these need it"
     if isinstance(config.model, DecoderConfig):
         found["train.chunked_loss"] = "model.kind", "is 'decoder', no model of transformers"
+    if not isinstance(config.model, HFModelConfig):
+        found["checkpoint.export"] = "model.kind", f"is {config.model.kind!r}, not 'hf'"
+    if config.lora.rank == 0:
+        for key in ("alpha", "dropout", "targets"):
+            found[f"lora.{key}"] = "lora.rank", "is 0"
     if config.train.eval_every == 0:
         found["train.eval_samples"] = "train.eval_every", "is 0"
     if config.optim.schedule != "cosine":
@@ -57,6 +62,9 @@ _AT_LEAST: dict[str, float | None] = {
     "model.hidden": 0,
     "model.vocab_size": 2,
     "model.rope_theta": None,
+    "lora.rank": 0,
+    "lora.alpha": None,
+    "lora.dropout": 0,
     "data.seq_len": 1,
     "train.steps": 1,
     "train.global_batch": 1,
@@ -87,6 +95,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
     if isinstance(model, HFModelConfig) and not model.path:
         text = "is empty; name a directory of a model, or a config.json for new weights"
         found.append(("model.path", text))
+    found += _lora_problems(config)
     if not 0 < data.held_out < 1:
         found.append(("data.held_out", f"{data.held_out} is not between 0 and 1"))
     if not data.source:
@@ -132,6 +141,20 @@ def _decoder_problems(model: DecoderConfig) -> list[tuple[str, str]]:
         text = f"{model.kv_heads} does not divide model.heads = {model.heads}"
         return [("model.kv_heads", text)]
     return []
+
+
+def _lora_problems(config: Config) -> list[tuple[str, str]]:
+    lora, model = config.lora, config.model
+    if not lora.rank:
+        return []
+    if not isinstance(model, HFModelConfig):
+        return [("lora.rank", f"adapters need model.kind = 'hf', not {model.kind!r}")]
+    if model.path.endswith(".json"):
+        text = "adapters need weights to stand beside; name a directory in model.path"
+        return [("lora.rank", text)]
+    if not lora.targets:
+        return [("lora.targets", "is empty; use all-linear, or name modules")]
+    return [("lora.dropout", f"{lora.dropout} is not below 1")] if lora.dropout >= 1 else []
 
 
 def _strategy_problems(config: Config) -> list[tuple[str, str]]:

@@ -17,6 +17,7 @@ from shardwise.train.config import (
     DecoderConfig,
     HFModelConfig,
     LogConfig,
+    LoraConfig,
     MeshConfig,
     OptimConfig,
     RunConfig,
@@ -63,6 +64,7 @@ class _Command:
     model_hf: Annotated[HFModelConfig, tyro.conf.arg(name="model (kind hf)")] = field(
         default_factory=HFModelConfig
     )
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

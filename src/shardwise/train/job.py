@@ -14,7 +14,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
 from shardwise.errors import TrainingError
 from shardwise.train import numerics
-from shardwise.train.config import Config, resolved_strategy
+from shardwise.train.config import Config, HFModelConfig, resolved_strategy
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, config_as_toml
 from shardwise.train.console import Console
@@ -59,6 +59,8 @@ def _run(job: Job, notes: list[str]) -> None:
         end = run_steps(job)
         if job.copies is not None:
             job.copies.clear()
+        if not end.startswith("stopped by"):
+            _export(job)
     except TrainingError:
         if job.copies is not None:  # to go on from just before would end alike
             job.copies.clear()
@@ -68,6 +70,18 @@ def _run(job: Job, notes: list[str]) -> None:
         if job.metrics is not None:
             job.metrics.close()
     job.console.say(f"{end} ({job.config.run.dir})")
+
+
+def _export(job: Job) -> None:
+    """What others load, from the last checkpoint; for models that others know."""
+    config = job.config
+    if not isinstance(config.model, HFModelConfig) or not config.checkpoint.export:
+        return
+    from shardwise.train.hf.export import export_at_end
+
+    run = RunDir(config)
+    job.ranks.on_rank0(lambda: export_at_end(run.checkpoints, run.model))
+    job.console.say(f"the model is in {run.model}")
 
 
 def build_job(

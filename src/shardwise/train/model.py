@@ -140,6 +140,6 @@ def fill(
     if isinstance(config.model, HFModelConfig):
         from shardwise.train.hf.prepare import fill_prepared
 
-        fill_prepared(model, device, config.run.seed, is_resumed=is_resumed)
+        fill_prepared(model, config, device, is_resumed=is_resumed)
     elif any(p.is_meta for p in model.parameters()):
         materialize(model, device=device, seed=config.run.seed)

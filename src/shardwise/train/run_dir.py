@@ -4,6 +4,7 @@ config.toml     the effective configuration
 metrics.jsonl   one row a step
 checkpoints/    step_%08d/
 cache/          text as tokens, only where the user's cache folder cannot be written
+model/          the trained model as transformers loads it (model.kind hf)
 memory_id       which copies in memory are this run's (`memory`)
 """
 
@@ -30,6 +31,7 @@ class RunDir:
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
         self._descriptor: int | None = None
 
     def check(self) -> None:

@@ -13,13 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.source import Source
 from shardwise.engine.services.materialize import give_memory
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config, HFModelConfig
 from shardwise.train.hf.attention import choose_attention
 from shardwise.train.hf.build import build_on_meta
 from shardwise.train.hf.description import Description, describe
-from shardwise.train.hf.weights import Weights, fill, fill_anew, move_buffers, open_weights
+from shardwise.train.hf.lora import add_adapters, fill_adapters, with_base
+from shardwise.train.hf.weights import (
+    Weights,
+    dtypes_of,
+    fill,
+    fill_anew,
+    move_buffers,
+    open_directory,
+    under_names_of_model,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,7 +47,7 @@ class Origin:
     @property
     def dtypes_there(self) -> str:
         """Of the directory's weights."""
-        return ", ".join(map(_name, self.weights.dtypes)) if self.weights else ""
+        return ", ".join(map(_name, dtypes_of(self.weights))) if self.weights else ""
 
 
 def prepare(config: Config) -> Any:
@@ -49,11 +59,27 @@ def prepare(config: Config) -> Any:
     attention, passed_over = choose_attention(
         described.model_class, section.attention, _device_type(config), config.shard.param_dtype
     )
-    dtype = _DTYPES["float32" if section.dtype == "auto" else section.dtype]
+    weights = open_directory(described) if described.has_weights else None
+    dtype = _dtype(config, weights)
     model = build_on_meta(described, dtype, attention)
-    weights = open_weights(described, model) if described.has_weights else None
+    if weights is not None:
+        weights = under_names_of_model(weights, described, model)
+    if config.lora.rank:
+        renamed = add_adapters(model, config.lora)
+        assert weights is not None
+        weights.rename(renamed)
     model.origin = Origin(described, weights, dtype, attention, passed_over)
     return model
+
+
+def _dtype(config: Config, source: Source | None) -> torch.dtype:
+    """What weights are kept in: a frozen base stays as it is where we can compute with it."""
+    assert isinstance(config.model, HFModelConfig)
+    if config.model.dtype != "auto":
+        return _DTYPES[config.model.dtype]
+    if config.lora.rank and source is not None and (found := dtypes_of(source)):
+        return found[0] if found[0] in (torch.bfloat16, torch.float16) else torch.float32
+    return torch.float32
 
 
 def origin_of(model: nn.Module) -> Origin:
@@ -70,18 +96,22 @@ def units_of(model: Any) -> list[str]:
 
 
 def fill_prepared(
-    model: nn.Module, device: torch.device, seed: int, *, is_resumed: bool = False
+    model: nn.Module, config: Config, device: torch.device, *, is_resumed: bool = False
 ) -> None:
     """Gives a model from `prepare` its weights, sharded or not; or only memory, for those of a
     checkpoint."""
     origin = origin_of(model)
-    if is_resumed:
+    has_adapters = config.lora.rank > 0
+    if is_resumed and not has_adapters:
         give_memory(model, device, ())
         move_buffers(model, device)
     elif origin.weights is None:
-        fill_anew(model, device, seed)
+        fill_anew(model, device, config.run.seed)
     else:
-        fill(model, origin.weights, device)
+        with with_base(model):
+            fill(model, origin.weights, device)
+    if has_adapters:
+        fill_adapters(model, config.run.seed)
     if origin.weights is not None:
         origin.weights.close()
 
@@ -97,6 +127,13 @@ def in_words(model: nn.Module, config: Config) -> Iterator[str]:
     )
     why = f" ({origin.passed_over})" if origin.passed_over else ""
     yield f"attention: {origin.attention}{why}"
+    if config.lora.rank:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        yield (
+            f"adapters of rank {config.lora.rank} beside {len(trained) // 2} matrices: "
+            f"{sum(p.numel() for p in trained):,} parameters are trained, in float32; "
+            "all others are frozen"
+        )
 
 
 def _check_lengths(described: Description, config: Config) -> None:

@@ -32,20 +32,14 @@ from shardwise.train.hf.description import Description
 
 
 class Weights:
-    """The weights of a directory under the names of a model; `renamed` are names that the model has
-    got since: adapters put themselves around modules."""
+    """The weights of a directory under the names of a model."""
 
-    def __init__(self, source: Source, renamed: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._old = {MODEL + new: MODEL + old for old, new in (renamed or {}).items()}
-        self._new = {old: new for new, old in self._old.items()}
+        self._keys = {key: key for key in source.tensors}  # here: in the source
         self.path: Path = source.path
-        self.tensors: dict[str, TensorInfo] = {
-            self._new.get(k, k): info for k, info in source.tensors.items()
-        }
-        self.ties: Mapping[str, str] = {
-            self._new.get(a, a): self._new.get(k, k) for a, k in source.ties.items()
-        }
+        self.tensors: dict[str, TensorInfo] = dict(source.tensors)
+        self.ties: Mapping[str, str] = source.ties
         self.objects: Mapping[str, Any] = {}
 
     def leave_out(self, surplus: list[str], patterns: Collection[str]) -> None:
@@ -54,38 +48,52 @@ class Weights:
             if any(re.search(pattern, name) for pattern in patterns):
                 self.tensors.pop(MODEL + name, None)
 
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Of its floating-point tensors, the most frequent by elements first."""
-        counts: Counter[torch.dtype] = Counter()
-        for info in self.tensors.values():
-            if info.dtype.is_floating_point:
-                counts[info.dtype] += info.size_bytes // info.dtype.itemsize
-        return [dtype for dtype, _ in counts.most_common()]
+    def rename(self, names: Mapping[str, str]) -> None:
+        """As the model has come to call them: adapters put themselves around modules."""
+        new = {MODEL + old: MODEL + name for old, name in names.items()}
+        self._keys = {new.get(key, key): old for key, old in self._keys.items()}
+        self.tensors = {new.get(key, key): info for key, info in self.tensors.items()}
+        self.ties = {new.get(a, a): new.get(key, key) for a, key in self.ties.items()}
 
     def read(self, key: str, box: Box, out: Tensor) -> None:
-        self._source.read(self._old.get(key, key), box, out)
+        self._source.read(self._keys[key], box, out)
 
     def close(self) -> None:
         self._source.close()
 
 
-def open_weights(described: Description, model: Any) -> Weights:
-    """The directory's weights under the names of `model`, on meta; ConfigError where they do not
-    fit it."""
-    path = described.path
+def dtypes_of(source: Source) -> list[torch.dtype]:
+    """Of its floating-point tensors, the most frequent by elements first."""
+    counts: Counter[torch.dtype] = Counter()
+    for info in source.tensors.values():
+        if info.dtype.is_floating_point:
+            counts[info.dtype] += info.size_bytes // info.dtype.itemsize
+    return [dtype for dtype, _ in counts.most_common()]
+
+
+def open_directory(described: Description) -> Source:
+    """What stands in the directory's files, under their names."""
     try:
-        source = under_names_of(open_source(path), model)
+        return open_source(described.path)
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
-    weights = Weights(source)
-    surplus = differences(weights, model).unexpected
-    weights.leave_out(surplus, model._keys_to_ignore_on_load_unexpected or ())
-    found = differences(weights, model)
+
+
+def under_names_of_model(source: Source, described: Description, model: Any) -> Weights:
+    """The same under the names of `model`, on meta; ConfigError where it does not fit it."""
+    try:
+        weights = Weights(under_names_of(source, model))
+        surplus = differences(weights, model).unexpected
+        weights.leave_out(surplus, model._keys_to_ignore_on_load_unexpected or ())
+        found = differences(weights, model)
+    except CheckpointError as error:
+        raise ConfigError(f"model.path: {error}") from None
     if not found:
         return weights
     weights.close()
-    raise ConfigError(f"model.path: {path}: does not fit {_name(model)}: {_in_words(found)}")
+    raise ConfigError(
+        f"model.path: {described.path}: does not fit {type(model).__name__}: {_in_words(found)}"
+    )
 
 
 def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
@@ -122,7 +130,3 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _in_words(found: Differences) -> str:
     return str(found).replace("the checkpoint", "the directory")
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__

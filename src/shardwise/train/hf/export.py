@@ -1,0 +1,200 @@
+"""From a checkpoint of the job to a directory that `transformers`, or `peft`, loads.
+
+    all weights trained      config.json, generation_config.json, model*.safetensors, tokenizer,
+                             README.md: the model card
+    adapters trained         adapter_config.json, adapter_model.safetensors, tokenizer, README.md
+
+Read from the files of the checkpoint in pieces, by one process: nobody holds the whole model. What
+is written is complete, or not there. `merge` adds adapters to the base that they stand beside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.beside import BESIDE, contents, files_in
+from shardwise.checkpoint.exporting import export_safetensors
+from shardwise.checkpoint.importing import open_source
+from shardwise.checkpoint.placement import storage_bytes
+from shardwise.checkpoint.safetensors_dir import MAX_SHARD_BYTES, pieces, write_directory
+from shardwise.checkpoint.source import CheckpointSource, Source, read_whole
+from shardwise.checkpoint.state import MODEL
+from shardwise.errors import CheckpointError
+from shardwise.train.hf.card import CARD_FILE, card_of
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PEFT, _ADAPTER = "base_model.model.", ".default."
+_NOT_MERGED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+
+def export(
+    source: Source,
+    directory: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    strip_prefix: str | None = None,
+) -> int:
+    """Writes what the source holds; returns the number of tensors."""
+    card = _card(source)
+    if is_adapters(source):
+        return _export_adapters(source, directory, dtype, card)
+    return export_safetensors(
+        source,
+        directory,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        strip_prefix=strip_prefix,
+        beside=card,
+    )
+
+
+def export_at_end(checkpoint: Path, directory: Path) -> None:
+    """The same for a run's last checkpoint, in place of what an earlier end has left there."""
+    new, old = (directory.with_name(f".{directory.name}.{word}") for word in ("new", "old"))
+    for path in (new, old):
+        shutil.rmtree(path, ignore_errors=True)
+    source = open_source(checkpoint)
+    try:
+        export(source, new)
+    finally:
+        source.close()
+    if directory.exists():
+        directory.rename(old)
+    new.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _card(source: Source) -> dict[str, bytes]:
+    """For checkpoints of a job on such a model."""
+    if not isinstance(source, CheckpointSource) or BESIDE not in source.objects:
+        return {}
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # another's words
+        return {CARD_FILE: card_of(source).encode()}
+    return {}
+
+
+def is_adapters(source: Source) -> bool:
+    return CONFIG_FILE in source.objects.get(BESIDE, {})
+
+
+def _export_adapters(
+    source: Source, directory: Path, dtype: torch.dtype | None, card: dict[str, bytes]
+) -> int:
+    beside: dict[str, str] = source.objects[BESIDE]
+    kept = {n: t for n, t in contents(beside).items() if "config" not in n or "tokenizer" in n}
+    names = {_peft_name(k): k for k in sorted(source.tensors) if k.startswith(MODEL)}
+    kinds = {name: dtype or source.tensors[key].dtype for name, key in names.items()}
+    write_directory(
+        directory,
+        [(name, kinds[name], source.tensors[key].shape) for name, key in names.items()],
+        lambda name: pieces(source, names[name], kinds[name]),
+        MAX_SHARD_BYTES,
+        {**kept, CONFIG_FILE: beside[CONFIG_FILE].encode(), **card},
+        only_file=WEIGHTS_FILE,  # peft knows no other
+    )
+    return len(names)
+
+
+def _peft_name(key: str) -> str:
+    return _PEFT + key.removeprefix(MODEL).replace(_ADAPTER, ".")
+
+
+# -- adapters into their base --------------------------------------------------------------------
+def merge(
+    path: Path,
+    directory: Path,
+    *,
+    base: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> int:
+    """Writes the base with the adapters at `path` (a run, a checkpoint or a directory of peft)
+    added to it, a matrix at a time; `dtype` None: the base's."""
+    from shardwise.train.config import HFModelConfig
+    from shardwise.train.hf.build import build_on_meta
+    from shardwise.train.hf.description import describe
+    from shardwise.train.hf.weights import open_directory, under_names_of_model
+
+    adapters = _Adapters(path)
+    described = describe(HFModelConfig(path=str(base or adapters.base)))
+    source = open_directory(described)
+    model = build_on_meta(described, torch.float32, "eager")
+    weights = under_names_of_model(source, described, model)
+    keys = {key.removeprefix(MODEL): key for key in sorted(weights.tensors)}
+    if unknown := sorted(n for n in adapters.names if f"{n}.weight" not in keys):
+        raise CheckpointError(f"{path}: {described.path} has no {unknown[0]}: is it the base?")
+    kinds = {
+        name: dtype if dtype and weights.tensors[key].dtype.is_floating_point else
+        weights.tensors[key].dtype for name, key in keys.items()
+    }  # fmt: skip
+
+    def content(name: str) -> Iterator[memoryview]:
+        if (matrix := name.removesuffix(".weight")) not in adapters.names:
+            yield from pieces(weights, keys[name], kinds[name])
+            return
+        whole = read_whole(weights, keys[name]).float() + adapters.added_to(matrix)
+        yield storage_bytes(whole.to(kinds[name]).contiguous())
+
+    beside = files_in(described.path)
+    beside |= contents({"config.json": described.text}, kinds.values())
+    beside |= _card(adapters.source)
+    sized = [(name, kinds[name], weights.tensors[key].shape) for name, key in keys.items()]
+    write_directory(directory, sized, content, max_shard_bytes, beside)
+    adapters.close()
+    weights.close()
+    return len(keys)
+
+
+class _Adapters:
+    """What adds to which matrix: scale * B @ A."""
+
+    def __init__(self, path: Path) -> None:
+        file = path / CONFIG_FILE
+        self.source = open_source(path)
+        if file.is_file():
+            text, self._key = file.read_text(encoding="utf-8"), _key_of_peft
+        elif is_adapters(self.source):
+            text, self._key = self.source.objects[BESIDE][CONFIG_FILE], _key_of_ours
+        else:
+            raise CheckpointError(f"{path}: holds no adapters (no {CONFIG_FILE}): nothing to merge")
+        try:
+            said = json.loads(text)
+            self.base, rank = Path(str(said["base_model_name_or_path"])), int(said["r"])
+            self._scale, self._is_turned = said["lora_alpha"] / rank, said.get("fan_in_fan_out")
+        except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            text = f"{type(error).__name__} {error}"
+            raise CheckpointError(f"{file}: is no configuration of LoRA: {text}") from None
+        if used := [key for key in _NOT_MERGED if said.get(key)]:
+            raise CheckpointError(f"{path}: {used[0]} cannot be merged here; use peft's own merge")
+        marks = (".lora_A", ".lora_B")
+        parts = {k for k in self.source.tensors if k.startswith(MODEL) and marks[0] in k}
+        self.names = {self._name(k, marks[0]) for k in parts}
+        if not self.names:
+            raise CheckpointError(f"{path}: holds no adapters")
+
+    def _name(self, key: str, mark: str) -> str:
+        return key.removeprefix(MODEL).removeprefix(_PEFT).partition(mark)[0]
+
+    def added_to(self, name: str) -> Tensor:
+        a, b = (read_whole(self.source, self._key(name, part)).float() for part in "AB")
+        added = self._scale * (b @ a)
+        return added.T if self._is_turned else added
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def _key_of_peft(name: str, part: str) -> str:
+    return f"{MODEL}{_PEFT}{name}.lora_{part}.weight"
+
+
+def _key_of_ours(name: str, part: str) -> str:
+    return f"{MODEL}{name}.lora_{part}{_ADAPTER}weight"
