@@ -13,9 +13,9 @@ from pathlib import Path
 BUDGETS = {
     "engine, comm, layout": 18_150,
     "checkpoint": 5_200,
-    "train": 6_500,
+    "train": 7_750,
     "bench, doctor": 3_650,
-    "cli, plan": 760,
+    "cli, plan": 770,
     ".": 1_000,  # what lies beside the packages
 }
 WARN_FILE_LINES = 600

@@ -187,6 +187,9 @@ def _shardwise(words: list[str], folder: Path) -> None:
     if words[0] == "verify":
         _verify(words[1:], folder)
         return
+    if words[0] == "data":
+        assert load_config(folder / words[1], parse(words[2:]).overrides)
+        return
     assert words[0] == "train", f"shardwise {words[0]} does not exist"
     _train(words[1:], folder)
 

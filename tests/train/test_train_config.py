@@ -134,7 +134,7 @@ def test_an_option_over_the_effective_configuration(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config_as_toml(Config()))
     options = [("optim.schedule", "constant"), ("train.eval_every", "0"), ("data.source", "m:f")]
-    assert len(load_config(path, options).notes) == 4  # seq_len and held_out
+    assert len(load_config(path, options).notes) == 5  # format, seq_len and held_out
     assert load_config(path, [("optim.lr", "1")]).notes == ()
 
 

@@ -20,6 +20,10 @@ _COMMANDS = {
         "shardwise.train.command",
         "train a model, sharded over ranks; start again to continue",
     ),
+    "data": (
+        "shardwise.train.text.command",
+        "show what a model will see: samples, lengths, padding, trained tokens",
+    ),
     "bench": (
         "shardwise.bench.command",
         "compare engines on one model: time, memory, communication",

@@ -19,7 +19,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from shardwise.errors import ConfigError
 
 INFO = "info.json"
 _NAME = re.compile(r"[0-9a-f]{32}(\.\w+)?")  # with an ending: being built
@@ -66,8 +68,10 @@ def is_whole(folder: Path) -> bool:
 def _build(
     folder: Path, write: Callable[[Path], dict[str, Any]], waiting: Callable[[], None] | None
 ) -> None:
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        _wait_for(lock, waiting)  # one process builds, the others find it built
+    lock_file = folder.parent / f"{folder.name}.lock"
+    with lock_file.open("a+") as lock:
+        if _has_waited(lock, waiting) and (mistake := _read_all(lock)):
+            raise ConfigError(mistake)  # as the builder: another try would end alike
         if is_whole(folder):
             return
         work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
@@ -77,17 +81,29 @@ def _build(
             (work / INFO).write_text(json.dumps(info))
             shutil.rmtree(folder, ignore_errors=True)  # a damaged one
             work.rename(folder)
+        except ConfigError as error:
+            lock_file.unlink(missing_ok=True)  # those who wait have it open; nobody else finds it
+            print(error, file=lock, end="", flush=True)
+            raise
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _wait_for(lock: Any, waiting: Callable[[], None] | None) -> None:
+def _has_waited(lock: TextIO, waiting: Callable[[], None] | None) -> bool:
+    """Takes the lock: one process builds, the others find it built."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
     except BlockingIOError:
         if waiting is not None:
             waiting()
         fcntl.flock(lock, fcntl.LOCK_EX)
+        return True
+
+
+def _read_all(lock: TextIO) -> str:
+    lock.seek(0)
+    return lock.read()
 
 
 def _synced(file: Path) -> int:

@@ -7,6 +7,9 @@ one's own.
                       transformers, which shifts the labels itself
     anything else     forward(batch)
 
+Where forward takes `use_cache`, it gets False: models of transformers would keep keys and values
+for a generation that does not come, and with these they forget the borders of packed documents.
+
 The output is the loss, or holds it as ["loss"] or .loss; other numbers beside it are logged.
 """
 
@@ -42,6 +45,7 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
     """What `model` is called with; ConfigError for a dict that fits half."""
     signature = inspect.signature(model.forward)
     named = {p.name for p in signature.parameters.values() if p.kind in _NAMED}
+    uncached = {"use_cache": False} if "use_cache" in named else {}
     if isinstance(batch, Mapping):
         if named and not named & batch.keys():
             return (batch,), {}
@@ -52,9 +56,9 @@ def arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
                 f"model.kind: the forward of {_name_of(model)} does not take a batch with the keys "
                 f"{', '.join(map(str, batch))}: {error}"
             ) from None
-        return (), dict(batch)
+        return (), uncached | dict(batch)
     if is_causal_lm(model) and isinstance(batch, Tensor) and not batch.is_floating_point():
-        return (), {"input_ids": batch, "labels": batch}
+        return (), {"input_ids": batch, "labels": batch, **uncached}
     if isinstance(batch, list | tuple) and not _fits(signature, batch) and _fits(signature, *batch):
         return tuple(batch), {}
     return (batch,), {}

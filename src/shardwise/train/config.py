@@ -102,13 +102,29 @@ class LoraConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     source: str | tuple[str, ...] = "stdlib"
-    """stdlib (Python's own sources), paths of text or token files (.bin, .npy), module:function."""
+    """stdlib (Python's own sources), paths of files or folders, module:function."""
+    format: Literal["tokens", "text", "chat", "instruction"] = "tokens"
+    """tokens: text as bytes, or token files (.bin, .npy); the others: records, by a tokenizer."""
     seq_len: int = 256
     """Tokens per sequence."""
     held_out: float = 0.02
-    """Share of the data kept for evaluation, never trained on."""
+    """Share of the data kept for evaluation, never trained on; 0: none (not for tokens)."""
     token_dtype: Literal["uint16", "uint8"] = "uint16"
     """What .bin files hold."""
+    fields: tuple[str, ...] = ()
+    """Names of fields that differ: "messages=conversations", "role=from", "output=answer"."""
+    tokenizer: str = ""
+    """Directory of the tokenizer; if left out, that of the model."""
+    chat_template: str = ""
+    """File with a jinja template for chats; if left out, the tokenizer's own."""
+    system: Literal["keep", "merge", "drop"] = "keep"
+    """The system's message: as it is, put before the first of the user, or left out."""
+    overlong: Literal["auto", "truncate", "drop", "split", "refuse"] = "auto"
+    """Samples above seq_len; auto: texts are split, chats truncated."""
+    invalid: Literal["refuse", "skip"] = "refuse"
+    """Records that cannot be used: an error that names the first, or left out and counted."""
+    packing: bool = True
+    """Several documents a sequence, first fit; none sees another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from shardwise.train.config import (
     mesh_shape,
     parse_override,
 )
+from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 
 
 def ineffective(config: Config) -> dict[str, tuple[str, str]]:
@@ -35,8 +36,11 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
     if is_factory(config.data.source):
         for key in ("data.seq_len", "data.held_out", "data.token_dtype"):
             found[key] = "data.source", f"is {config.data.source!r}, which makes its own samples"
+    elif has_texts(config.data):
+        found["data.token_dtype"] = "data.format", f"is {config.data.format!r}"
     elif not any(s.endswith(".bin") for s in sources):
         found["data.token_dtype"] = "data.source", "names no .bin file, and only these need it"
+    found |= text_ineffective(config.data, is_factory(config.data.source))
     if isinstance(config.model, DecoderConfig):
         found["train.chunked_loss"] = "model.kind", "is 'decoder', no model of transformers"
     if not isinstance(config.model, HFModelConfig):
@@ -96,7 +100,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
         text = "is empty; name a directory of a model, or a config.json for new weights"
         found.append(("model.path", text))
     found += _lora_problems(config)
-    if not 0 < data.held_out < 1:
+    if not 0 < data.held_out < 1 and not (has_texts(data) and data.held_out == 0):
         found.append(("data.held_out", f"{data.held_out} is not between 0 and 1"))
     if not data.source:
         found.append(("data.source", "is empty; name files, or use 'stdlib'"))
@@ -110,6 +114,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
         )
     if isinstance(config.shard.unit, int) and config.shard.unit < 1:
         found.append(("shard.unit", f"{config.shard.unit} bytes is not a size"))
+    found += text_problems(config)
     found += _strategy_problems(config)
     found += _memory_problems(config)
     if config.run.reproducible == "any_world":

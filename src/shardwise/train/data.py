@@ -1,6 +1,7 @@
 """What a training step reads: samples by index, from tokens or from a user's own datasets.
 
     data.source = "stdlib" | paths        sequences of seq_len + 1 tokens (int64 [B, seq_len + 1])
+    data.format = "text" | "chat" | ...   documents in rows, a dict of tensors (see `text`)
     data.source = "module:function"       function(section) -> (train, held_out) map-style datasets
                                           (`__len__`, `__getitem__`; held_out may be None); samples
                                           are put together by torch's `default_collate`
@@ -23,6 +24,7 @@ from shardwise.train.config import Config, CustomModelConfig, HFModelConfig, is_
 from shardwise.train.corpus import Tokens, open_corpus
 from shardwise.train.factory import load_factory
 from shardwise.train.order import Int64Array
+from shardwise.train.text.keys import has_texts
 
 
 class Samples(Protocol):
@@ -50,6 +52,12 @@ class Data:
     unit: str
     units_per_sample: int
     fingerprint: str
+    notes: tuple[str, ...] = ()
+    """What to tell of it beside its size."""
+    largest_token: int = -1
+    """That it holds; -1 where that is not known before it is read."""
+    longest: int = 0
+    """Tokens of its longest document; 0 where it has none."""
 
 
 class TokenSamples:
@@ -105,6 +113,10 @@ def open_data(config: Config, search_dir: Path | None) -> Data:
     source = config.data.source
     if isinstance(source, str) and is_factory(source):
         data = _open_datasets(source, config, search_dir)
+    elif has_texts(config.data):
+        from shardwise.train.text.opening import open_texts
+
+        data = open_texts(config)
     else:
         data = _open_tokens(config)
     if len(data.train) < config.train.global_batch:

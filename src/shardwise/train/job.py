@@ -28,6 +28,7 @@ from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.running import Job
 from shardwise.train.stop import StopRequest
+from shardwise.train.text.check import check_packing, check_sizes
 
 
 def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest) -> None:
@@ -94,6 +95,7 @@ def build_job(
     data = ranks.on_each(lambda: open_data(config, search_dir))
     numerics.check_data(config, data, ranks)
     model = ranks.on_each(lambda: build_model(config, search_dir))
+    ranks.on_each(lambda: check_sizes(data, model))
     manager = CheckpointManager(
         run_dir.checkpoints,
         ranks,
@@ -102,7 +104,7 @@ def build_job(
     )
     copies = find_copies(run_dir, ranks)
     start, copies, found = find_start(config, manager, copies, ranks, data, model, device)
-    notes = [*loaded.notes, *model_notes(model, config), *found]
+    notes = [*loaded.notes, *model_notes(model, config), *data.notes, *found]
     if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
@@ -130,6 +132,7 @@ def build_job(
                 f"written by {start.world_size} ranks, now {ranks.world_size}: random streams "
                 "(dropout) start anew, everything else continues"
             )
+    notes += check_packing(config, data, model, ranks, device)
     ranks.on_rank0(lambda: _open_run_dir(config, run_dir))
     job = Job(
         config=config,
