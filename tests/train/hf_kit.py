@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -124,3 +125,25 @@ def _is_first() -> bool:
 def _wait() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(path: Path, template: str | None = TEMPLATE) -> Any:
+    """A tokenizer of whole words for the tiny models, saved to `path`."""
+    words = "<pad> <s> </s> <user> <assistant> <system> <unk>".split()
+    words += [f"w{number}" for number in range(VOCAB - len(words))]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    made.chat_template = template
+    made.save_pretrained(path)
+    return made

@@ -36,6 +36,7 @@ _COMMANDS = {
         "shardwise.doctor.command",
         "is a model trained alike on one rank, on several, and after a resume?",
     ),
+    "generate": ("shardwise.train.hf.generate", "what a model says to a prompt"),
     "checkpoint": (
         "shardwise.cli.checkpoint",
         "list, verify, compare, import, export and convert checkpoints",

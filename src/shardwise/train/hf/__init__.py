@@ -1,6 +1,7 @@
 """Models of `transformers` in the training job (`model.kind = "hf"`).
 
 Reading order: `description` (what lies at `model.path`), `library` (transformers, when it is
-needed), `attention`, `build` (the model on meta), `weights` (from safetensors into shards),
-`needs` (bytes a rank), `export` and `card` (a directory that transformers loads).
+needed), `attention`, `build` (the model on meta), `lora` (adapters in it), `weights` (from
+safetensors into shards), `prepare` (all of that for the job), `needs` (bytes a rank), `card` and
+`export` (a directory that others load), `generate` (what it says).
 """

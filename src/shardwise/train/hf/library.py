@@ -23,13 +23,16 @@ def library(name: str = "transformers", why: str = 'model.kind: "hf"') -> Any:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Without the library's own warnings: what matters of them is said in our words, once."""
+    """Without the library's own warnings and bars: what matters is said in our words, once."""
     logging = library().logging
-    before = logging.get_verbosity()
+    before, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(before)
+        if has_bar:
+            logging.enable_progress_bar()
