@@ -12,7 +12,8 @@ from shardwise.train.command import parse
 from shardwise.train.config import Config, OptimConfig, TrainConfig
 from shardwise.train.console import Console
 from shardwise.train.metrics import MetricsFile, read_metrics
-from shardwise.train.optimizer import build_optimizer, learning_rate
+from shardwise.train.optimizer import build_optimizer
+from shardwise.train.schedule import learning_rate
 
 
 def test_learning_rate_warms_up_and_follows_the_cosine():

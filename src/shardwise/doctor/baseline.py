@@ -29,8 +29,9 @@ from shardwise.train.config import Config, HFModelConfig
 from shardwise.train.data import Data, open_data
 from shardwise.train.loss.weights import weigh_in_tree
 from shardwise.train.model import build_model, fill
-from shardwise.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from shardwise.train.optimizer import build_optimizer
 from shardwise.train.order import Int64Array, SampleOrder
+from shardwise.train.schedule import learning_rate, set_learning_rate
 
 _RUNG = "1 plain"
 _DROPOUTS = (
@@ -104,10 +105,9 @@ class _Plain:
     def gradients(self, model: nn.Module, step: int) -> tuple[float, dict[str, Tensor]]:
         """The mean over the micro-batches of a step."""
         model.train()
-        num, losses = self.plan.num_micro_batches, []
-        parts: list[dict[str, Tensor]] = []
-        seed, train = self.config.run.seed, self.data.train
-        weigh = weigh_in_tree(model, train, self._parts(step), Ranks(), seed, step)
+        num, losses, parts = self.plan.num_micro_batches, [], list[dict[str, Tensor]]()
+        seed, read = self.config.run.seed, self.data.train
+        weigh = weigh_in_tree(model, read, self._parts(step), Ranks(), seed, step)
         for index, batch in enumerate(self._batches(step)):
             set_streams(stream_seed(seed, step, index))
             model.zero_grad()

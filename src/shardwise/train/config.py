@@ -147,22 +147,37 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
-    kind: Literal["adamw"] = "adamw"
-    """adamw: weight decay on matrices only."""
+    kind: str = "adamw"
+    """One of torch.optim: adamw, adam, sgd, ...; its own keys stand beside (momentum = 0.9)."""
     lr: float = 3e-3
     """Highest learning rate, reached after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the two moment estimates."""
+    """Decay of the two moment estimates; torch's default for other kinds than adamw."""
     weight_decay: float = 0.1
-    """Decoupled decay, applied to parameters with two or more dims."""
+    """Of adamw decoupled from the gradient; torch's default for other kinds."""
+    no_decay: tuple[str, ...] = ("bias", "norm")
+    """What does not decay: bias, norm (scales), embedding, or patterns of parameters' names."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """After the warm-up: down a cosine to final_lr_ratio * lr, or constant."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """After the warm-up: down to final_lr_ratio * lr, constant, or constant and then down (wsd)."""
     final_lr_ratio: float = 0.1
-    """Where the cosine ends, as a share of lr."""
+    """Where cosine, linear and wsd end, as a share of lr."""
+    decay_share: float = 0.2
+    """wsd: share of all steps, at the end, in which the rate falls."""
     in_backward: bool = False
     """Step each unit in the backward and free its gradients; needs train.grad_clip = 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnOptimConfig(OptimConfig):
+    """With keys that only this kind of optimizer has (`optimizer_keys.py`)."""
+
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+def own_keys(optim: OptimConfig) -> dict[str, Any]:
+    return optim.own if isinstance(optim, OwnOptimConfig) else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,14 @@ from shardwise.train.config import (
     Config,
     DecoderConfig,
     HFModelConfig,
+    OptimConfig,
     TrainConfig,
     gather_limit,
     is_factory,
     mesh_shape,
     parse_override,
 )
+from shardwise.train.optimizer_keys import takes
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 
 
@@ -50,8 +52,22 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
             found[f"lora.{key}"] = "lora.rank", "is 0"
     if config.train.eval_every == 0:
         found["train.eval_samples"] = "train.eval_every", "is 0"
-    if config.optim.schedule != "cosine":
-        found["optim.final_lr_ratio"] = "optim.schedule", f"is {config.optim.schedule!r}"
+    return found | _ineffective_of_optim(config.optim)
+
+
+def _ineffective_of_optim(optim: OptimConfig) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+    if optim.schedule == "constant":
+        found["optim.final_lr_ratio"] = "optim.schedule", "is 'constant'"
+    if optim.schedule != "wsd":
+        found["optim.decay_share"] = "optim.schedule", f"is {optim.schedule!r}"
+    for key in ("betas", "weight_decay"):
+        if not takes(optim.kind, key):
+            found[f"optim.{key}"] = "optim.kind", f"is {optim.kind!r}, which has none"
+    if not takes(optim.kind, "weight_decay"):
+        found["optim.no_decay"] = "optim.kind", f"is {optim.kind!r}, which has no weight decay"
+    elif optim.weight_decay == 0:
+        found["optim.no_decay"] = "optim.weight_decay", "is 0"
     return found
 
 
@@ -80,6 +96,7 @@ _AT_LEAST: dict[str, float | None] = {
     "optim.weight_decay": 0,
     "optim.warmup_steps": 0,
     "optim.final_lr_ratio": 0,
+    "optim.decay_share": 0,
     "mesh.replicate": 1,
     "checkpoint.every": 0,
     "checkpoint.memory_every": 0,
@@ -106,6 +123,8 @@ def problems(config: Config) -> list[tuple[str, str]]:
         found.append(("data.source", "is empty; name files, or use 'stdlib'"))
     if any(not 0 <= b < 1 for b in config.optim.betas):
         found.append(("optim.betas", f"{list(config.optim.betas)} are not all in [0, 1)"))
+    if config.optim.decay_share > 1:
+        found.append(("optim.decay_share", f"{config.optim.decay_share} is above 1"))
     if config.optim.final_lr_ratio > 1:
         found.append(("optim.final_lr_ratio", f"{config.optim.final_lr_ratio} is above 1"))
     if config.mesh.shard != -1 and config.mesh.shard < 1:

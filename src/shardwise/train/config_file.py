@@ -24,10 +24,13 @@ from shardwise.train.config import (
     Config,
     CustomModelConfig,
     DecoderConfig,
+    OptimConfig,
+    OwnOptimConfig,
     is_factory,
     sections_of,
 )
 from shardwise.train.config_checks import fitted_batches, ineffective, problems
+from shardwise.train.optimizer_keys import OPTIMIZERS, kind_problem, own_value
 from shardwise.units import full_name, short_names
 
 
@@ -100,7 +103,9 @@ def config_as_dict(config: Config) -> dict[str, dict[str, Any]]:
             result[name] = {"kind": section.kind, **section.options}
             continue
         keys = (f.name for f in fields(section) if f"{name}.{f.name}" not in skipped)
-        result[name] = {key: _plain(getattr(section, key)) for key in keys}
+        result[name] = {key: _plain(getattr(section, key)) for key in keys if key != "own"}
+        if isinstance(section, OwnOptimConfig):
+            result[name] |= {key: _plain(value) for key, value in section.own.items()}
     return result
 
 
@@ -204,6 +209,8 @@ def _build(values: dict[str, Any], origins: dict[str, _Origin], notes: list[str]
         text = f"{kind!r} is neither {names} nor 'package.module:function'"
         raise _error(origins["model.kind"], "model.kind", text)
     options: dict[str, Any] = {}
+    optimizer = _optimizer_of(values, origins)
+    own: dict[str, Any] = {}
     classes = sections_of(kind)
     sections: dict[str, dict[str, Any]] = {name: {} for name in classes}
     for key, value in values.items():
@@ -213,6 +220,13 @@ def _build(values: dict[str, Any], origins: dict[str, _Origin], notes: list[str]
                 options[name] = _toml_or_text(value) if isinstance(value, _Text) else value
             continue
         hints = typing.get_type_hints(classes[section]) if section in classes else {}
+        if section == "optim" and name not in hints:
+            value = _toml_or_text(value) if isinstance(value, _Text) else value
+            try:
+                own[name] = own_value(optimizer, name, value, hints)
+            except ValueError as error:
+                raise _error(origins[key], key, str(error)) from None
+            continue
         if name not in hints:
             if section == "model" and _overridden(origins, key, "model.kind"):
                 text = f"has no effect: model.kind is {kind!r}"
@@ -223,10 +237,27 @@ def _build(values: dict[str, Any], origins: dict[str, _Origin], notes: list[str]
                 raise _error(origins[key], key, text)
             raise _error(origins[key], key, f"unknown key; {_nearest_key(key, classes)}")
         sections[section][name] = _convert(value, hints[name], key, origins[key])
-    built = {name: classes[name](**content) for name, content in sections.items()}
+    if optimizer != OptimConfig().kind:  # others have torch's defaults
+        defaults = {
+            k: v for k, v in OPTIMIZERS[optimizer][1].items() if k in ("betas", "weight_decay")
+        }
+        sections["optim"] = {**defaults, **sections["optim"]}
+    sections["optim"]["kind"] = optimizer
+    if own:
+        classes = {**classes, "optim": OwnOptimConfig}
+        sections["optim"]["own"] = own
+    built: dict[str, Any] = {name: classes[name](**content) for name, content in sections.items()}
     if custom:
         built["model"] = CustomModelConfig(kind, options)
     return Config(**built)
+
+
+def _optimizer_of(values: dict[str, Any], origins: dict[str, _Origin]) -> str:
+    """`optim.kind`, also as torch writes it (AdamW)."""
+    kind = str(values.get("optim.kind", OptimConfig().kind)).lower()
+    if why := kind_problem(kind):
+        raise _error(origins.get("optim.kind"), "optim.kind", why)
+    return kind
 
 
 def _kind_with(name: str) -> str:

@@ -111,7 +111,7 @@ def build_job(
     shard(model, config, device, ranks.world_size)
     ranks.on_each(lambda: fill(model, config, device, is_resumed=start is not None))
     fused = config.run.reproducible != "any_world" or device.type != "cpu"
-    optimizer = build_optimizer(model, config.optim, fused=fused)
+    optimizer = ranks.on_each(lambda: build_optimizer(model, config.optim, fused=fused))
     if config.optim.in_backward:
         step_in_backward(model, optimizer)
     ranks.on_each(lambda: numerics.check(config, model, optimizer))

@@ -29,9 +29,9 @@ from shardwise.train.config import resolved_strategy
 from shardwise.train.config_file import config_as_dict
 from shardwise.train.evaluation import evaluate
 from shardwise.train.loss.weights import weigh_in_tree, weigh_on_ranks
-from shardwise.train.optimizer import learning_rate, set_learning_rate
 from shardwise.train.order import Int64Array, SampleOrder
 from shardwise.train.running import Job, forward
+from shardwise.train.schedule import learning_rate, set_learning_rate
 
 # Takes one optimizer step: its row for metrics.jsonl, and what asked the job to stop (or nothing).
 Step = Callable[[], tuple[dict[str, Any], str]]

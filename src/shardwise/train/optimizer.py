@@ -1,45 +1,80 @@
-"""AdamW with decay on matrices only, and the learning rate of every step."""
+"""Any optimizer of torch.optim, with parameter groups by the rule of what does not decay.
+
+optim.no_decay    bias         parameters named bias
+                  norm         other parameters with fewer than two dims: scales of norms
+                  embedding    weights of nn.Embedding, also where the head is tied to them
+                  a pattern    of parameters' names: "*.gate.weight"
+"""
 
 from __future__ import annotations
 
-import math
+import fnmatch
+import inspect
 
 import torch
 from torch import nn
 
-from shardwise.train.config import Config, OptimConfig
+from shardwise.errors import ConfigError
+from shardwise.train.config import OptimConfig, own_keys
+from shardwise.train.optimizer_keys import OPTIMIZERS, takes
 
 
 def build_optimizer(
     model: nn.Module, config: OptimConfig, *, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Norm scales and biases (fewer than two dims) do not decay: their size carries meaning.
+    """The optimizer of [optim] over all trainable parameters, in groups that decay and do not.
 
     Fused on CPU, the last elements of a parameter round differently, so where it is cut matters.
     """
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [g for g in groups if g["params"]]
-    # Fused: the plain loop takes several times as long on CPU; see benchmarks/README.md.
-    how = {"fused": True} if fused else {"foreach": True}
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **how)
+    kind = config.kind
+    cls = getattr(torch.optim, OPTIMIZERS[kind][0])
+    keys = dict(own_keys(config))
+    if takes(kind, "betas"):
+        keys["betas"] = config.betas
+    try:
+        return cls(_groups(model, config), lr=config.lr, **keys, **_how(cls, model, fused))
+    except (ValueError, RuntimeError) as error:  # a number that the optimizer refuses
+        raise ConfigError(f"optim.kind: {kind} says: {error}") from None
 
 
-def learning_rate(config: Config, step: int) -> float:
-    """Of step 1 .. train.steps: linear warm-up to `lr`, then the schedule."""
-    optim, steps = config.optim, config.train.steps
-    if step <= optim.warmup_steps:
-        return optim.lr * step / optim.warmup_steps
-    if optim.schedule == "constant":
-        return optim.lr
-    progress = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return optim.lr * (optim.final_lr_ratio + (1 - optim.final_lr_ratio) * cosine)
+def _how(cls: type[torch.optim.Optimizer], model: nn.Module, fused: bool) -> dict[str, bool]:
+    """Fused where there is such a kernel: the plain loop takes several times as long on CPU; see
+    benchmarks/README.md."""
+    taken = inspect.signature(cls).parameters
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    if fused and "fused" in taken and (on_cpu or cls is not torch.optim.Adagrad):
+        return {"fused": True}
+    return {"foreach": True}
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def _groups(model: nn.Module, config: OptimConfig) -> list[dict[str, object]]:
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not takes(config.kind, "weight_decay"):
+        return [{"params": list(trainable.values())}]
+    spared = {name for rule in config.no_decay for name in _matching(model, trainable, rule)}
+    parts = {
+        config.weight_decay: [p for name, p in trainable.items() if name not in spared],
+        0.0: [p for name, p in trainable.items() if name in spared],
+    }
+    if config.weight_decay == 0:
+        return [{"params": list(trainable.values()), "weight_decay": 0.0}]
+    return [{"params": ps, "weight_decay": decay} for decay, ps in parts.items() if ps]
+
+
+def _matching(model: nn.Module, params: dict[str, nn.Parameter], rule: str) -> set[str]:
+    """The names of parameters that a rule of `optim.no_decay` means."""
+    biases = {name for name in params if name.rpartition(".")[2] == "bias"}
+    if rule == "bias":
+        return biases
+    if rule == "norm":
+        return {name for name, p in params.items() if p.ndim < 2} - biases
+    if rule == "embedding":
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        return {name for name, p in params.items() if id(p) in tables}
+    found = {name for name in params if fnmatch.fnmatchcase(name, rule)}
+    if not found:
+        raise ConfigError(
+            f"optim.no_decay: {rule!r} is neither bias, norm nor embedding, and no trainable "
+            f"parameter has such a name; there are {', '.join(list(params)[:4])}, ..."
+        )
+    return found
