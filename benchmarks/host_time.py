@@ -125,7 +125,7 @@ def call_us(call: Callable[[], Any], num_calls: int = 500) -> float:
 def time_guards(model: Any) -> dict[str, float]:
     """Microseconds per unit and step of what only guards against silent errors."""
     unit = unit_of(model[0])
-    (grads,) = unit.grads
+    (grads,) = unit.gradients.buckets
     state, tally = grads.state, grads.tally
     found = {"modules hold what the engine knows, 1x": call_us(unit.is_registered)}
     unit.unshard()

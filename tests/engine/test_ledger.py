@@ -13,7 +13,8 @@ from ranks import on_ranks
 from shardwise.engine.core.arrivals import Arrivals
 from shardwise.engine.core.backward import BackwardPass
 from shardwise.engine.core.bucket import BucketState
-from shardwise.engine.core.gradients import BucketGrads, Reduction
+from shardwise.engine.core.gradients import BucketGrads, Gradients
+from shardwise.engine.core.reduction import Reduction
 from shardwise.engine.core.unit import Unit
 from shardwise.errors import EngineError
 
@@ -26,29 +27,29 @@ def of_layer_1(bucket: BucketState) -> bool:
 
 def drop(patch: Any) -> None:
     """A gradient that the engine was told of goes nowhere."""
-    put = BucketGrads.put_all
+    put = BucketGrads.put
 
     def forget_first(self: BucketGrads, arrived: Any) -> None:
         put(self, [a for a in arrived if not of_layer_1(self.state) or a[0] != 0])
 
-    patch.setattr(BucketGrads, "put_all", forget_first)
+    patch.setattr(BucketGrads, "put", forget_first)
 
 
 def reduce_nothing(patch: Any) -> None:
-    issue = Unit.issue_reductions
+    issue = Gradients.issue
     patch.setattr(
-        Unit,
-        "issue_reductions",
-        lambda self: [] if self.name == "layers.1" else issue(self),
+        Gradients,
+        "issue",
+        lambda self: [] if of_layer_1(self.buckets[0].state) else issue(self),
     )
 
 
 def reduce_twice(patch: Any) -> None:
-    issue = Unit.issue_reductions
+    issue = Gradients.issue
     patch.setattr(
-        Unit,
-        "issue_reductions",
-        lambda self: issue(self) + (issue(self) if self.name == "layers.1" else []),
+        Gradients,
+        "issue",
+        lambda self: issue(self) + (issue(self) if of_layer_1(self.buckets[0].state) else []),
     )
 
 
@@ -73,12 +74,12 @@ def deliver_nothing(patch: Any) -> None:
 
 
 def collect_twice(patch: Any) -> None:
-    put = BucketGrads.put_all
+    put = BucketGrads.put
 
     def twice(self: BucketGrads, arrived: Any) -> None:
         put(self, [*arrived, *(a for a in arrived if of_layer_1(self.state) and a[0] == 0)])
 
-    patch.setattr(BucketGrads, "put_all", twice)
+    patch.setattr(BucketGrads, "put", twice)
 
 
 def hear_nothing_of_a_parameter(patch: Any) -> None:
@@ -159,7 +160,7 @@ def test_a_buffer_that_forgets(rank: int, world: int) -> None:
     for transport in ("c10d", "shared_memory"):
         model = Setting("full_shard", transport).shard(make(Mlp), world)
         loss = loss_of(model(batch(model, 0, rank)))
-        grads = model.layers[1]._shardwise_state.unit.grads[0]
+        grads = model.layers[1]._shardwise_state.unit.gradients.buckets[0]
         open_ = grads.open
 
         def forgetful(*args: Any, grads: Any = grads, open_: Any = open_) -> None:
@@ -194,7 +195,7 @@ def test_what_is_no_fault(rank: int, world: int) -> None:
         loss = loss_of(model(x))
         loss.backward(retain_graph=True)
         for unit in (m._shardwise_state.unit for m in model.layers):
-            for grads in unit.grads:
+            for grads in unit.gradients.buckets:
                 assert grads.tally.issued == grads.tally.num_told == grads.tally.waiting == 0
 
 

@@ -3,7 +3,7 @@ like a plain model.
 
     guard, service   listen to moments                        core/moments.py
     hold             keeps a gathered copy                    core/copy.py
-    route            takes gradients its own way              core/route.py
+    route            takes gradients its own way              core/gradients.py
     store            keeps optimizer state elsewhere          torch's own hooks; shards are tensors
 """
 
@@ -23,11 +23,9 @@ from shardwise.engine.core import moments
 from shardwise.engine.core.backward import BackwardPass
 from shardwise.engine.core.context import Context
 from shardwise.engine.core.copy import OTHERS
-from shardwise.engine.core.gradients import BucketGrads
-from shardwise.engine.core.route import USUAL, Route
+from shardwise.engine.core.gradients import USUAL, BucketGrads, Found, Gradients, Route
 from shardwise.engine.core.state import unit_of, units_in
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.core.unit_gradients import UnitGradients
 
 EVERY = settings("full_shard", "shard_grad_op", "no_shard", reshard=(False,))
 
@@ -153,15 +151,11 @@ def test_a_hold_from_outside(rank: int, world: int) -> None:
 class Halved(Route):
     """Gradients of a unit weigh half, in and between reductions. A power of two rounds nothing."""
 
-    is_usual = False
+    def put(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+        super().put(gradients, bucket, [(index, grad * 0.5) for index, grad in found])
 
-    def put(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
-        super().put(unit, grads, index, grad * 0.5)
-
-    def accumulate(
-        self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor
-    ) -> None:
-        super().accumulate(unit, grads, index, grad * 0.5)
+    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+        super().accumulate(gradients, bucket, [(index, grad * 0.5) for index, grad in found])
 
 
 @on_ranks(2)
@@ -170,7 +164,7 @@ def test_a_route(rank: int, world: int) -> None:
         plain = Plain(make(Mlp), world)
         model = setting.shard(make(Mlp), world)
         layer = unit_of(model.layers[1])
-        layer.route = Halved()
+        layer.gradients.route = Halved()
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
             loss_of(model(batch(Mlp, micro, rank))).backward()
@@ -180,7 +174,7 @@ def test_a_route(rank: int, world: int) -> None:
             want = grad * 0.5 if name.startswith("layers.1.") else grad
             found = full(dict(model.named_parameters())[name].grad)
             assert torch.equal(found, want), f"{setting} {name}"
-        assert all(u.route is USUAL for u in units_in(model) if u is not layer)
+        assert all(u.gradients.route is USUAL for u in units_in(model) if u is not layer)
 
 
 # -- a store ---------------------------------------------------------------------------------------

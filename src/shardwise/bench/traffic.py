@@ -56,7 +56,8 @@ def count_ours(model: nn.Module, step: Callable[[], object]) -> Traffic:
     units = {unit.name: unit for unit in units_in(model)}
     traffic = Traffic()
     for event in log.codes("AG", "HG", "RS"):
-        for bucket, grads in zip(units[event.unit].buckets, units[event.unit].grads, strict=True):
+        for grads in units[event.unit].gradients.buckets:
+            bucket = grads.state
             layout, reduce = bucket.layout, grads.trainable_layout()
             if event.code == "AG" and layout.world > 1:
                 whole = layout.chunk_numel * layout.gather_dtype.itemsize

@@ -119,7 +119,7 @@ def fully_shard(
     unit = Unit(name, found, plan, streams_for(shard_mesh.device), len(modules), ignored)
     unit.tie(ties)
     move_buffers(modules, shard_mesh.device, _is_sharded)
-    unit.root_rule = (
+    unit.settings.root_rule = (
         strategy is None and reshard_after_forward is None and chosen.lifetime is Lifetime.USE
     )
     Context().take_in([unit])

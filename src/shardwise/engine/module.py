@@ -118,7 +118,7 @@ class FSDPModule(UnitSettings):
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones."""
         unit = unit_of(self)
-        unit.agree_on_flags()
+        unit.gradients.agree_on_flags()
         unit.reshard()
 
     # -- nn.Module and state ---------------------------------------------------------------------

@@ -26,14 +26,14 @@ class UnitSettings:
     ) -> None:
         """False: gradients add up on this rank, unreduced, until a backward with True."""
         for unit in units_in(self, recurse):
-            unit.requires_sync = requires_gradient_sync
+            unit.settings.requires_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False, on hybrid meshes: reduce over the shard axis only, and keep that sum for the next
         all-reduce.
         """
         for unit in units_in(self, recurse):
-            unit.requires_all_reduce = requires_all_reduce
+            unit.settings.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether gathered parameters are freed between forward and backward."""
@@ -42,8 +42,8 @@ class UnitSettings:
                 f"reshard_after_forward: expected a bool, found {reshard_after_forward!r}"
             )
         for unit in units_in(self, recurse):
-            unit.root_rule = False
-            unit.reshard_after_forward = reshard_after_forward
+            unit.settings.root_rule = False
+            unit.settings.reshard_after_forward = reshard_after_forward
             unit.context.keeps_some |= not reshard_after_forward
 
     def set_reshard_after_backward(
@@ -51,7 +51,7 @@ class UnitSettings:
     ) -> None:
         """Whether gathered parameters are freed after a backward."""
         for unit in units_in(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.settings.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Units whose gathers are issued while this module's forward runs."""
@@ -69,10 +69,10 @@ class UnitSettings:
         if not factor > 0:
             raise ValueError(f"the divide factor must be positive, found {factor}")
         own = unit_of(self)
-        own.has_own_factor = True
+        own.settings.has_own_factor = True
         for unit in units_in(self, True):
-            if unit is own or not unit.has_own_factor:
-                unit.divide_by = float(factor)
+            if unit is own or not unit.settings.has_own_factor:
+                unit.settings.divide_by = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -82,7 +82,7 @@ class UnitSettings:
         """False: the backward does not gather this module (its parameters are not needed for
         gradients).
         """
-        unit_of(self).unshard_in_backward = unshard_in_backward
+        unit_of(self).settings.unshard_in_backward = unshard_in_backward
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gather this unit by `comm`: FSDP2's `AllGather`, an object with
@@ -107,7 +107,7 @@ class UnitSettings:
         unit = unit_of(self)
         if stream is not None and unit.mesh.replicate.size > 1:
             raise ValueError("stream cannot be set when using native HSDP")
-        unit.all_reduce_hook = hook
+        unit.settings.all_reduce_hook = hook
 
     def set_post_optim_event(self, event: Any) -> None:
         """The next gathers wait for `event` instead of for all that the compute stream queued."""

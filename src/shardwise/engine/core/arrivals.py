@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from shardwise.engine.core.gradients import BucketGrads
     from shardwise.engine.core.parameter import ShardedParam
     from shardwise.engine.core.unit import Unit
-    from shardwise.engine.core.unit_gradients import UnitGradients
 
 SMALL_BYTES = 2**18  # of one gradient
 ALL_SMALL_BYTES = 2**20  # of those of a bucket that wait together
@@ -104,7 +103,7 @@ class Arrivals:
 
     # -- in a backward ---------------------------------------------------------------------------
     def be_quiet(self) -> None:
-        """From here to `be_heard`, somebody calls `collect` where the backward leaves the unit."""
+        """From here to `be_heard`, whoever leaves the unit asks for `unheard`."""
         if not self._is_quiet:
             self._is_quiet = True
             for hooks, place, _ in self._small_hooks:
@@ -117,29 +116,9 @@ class Arrivals:
             for hooks, place, heard in self._small_hooks:
                 hooks[place] = heard
 
-    def collect(self, grads: BucketGrads, unit: UnitGradients) -> bool:
-        """Take in what autograd has put into accumulators unheard. True when something was there,
-        and nothing else is waited for.
-        """
-        there = [(i, p) for i, p in self._small if p.full.grad is not None]
-        if not there:
-            return False
-        if not (unit.takes_plain_gradients and grads.takes_plain_gradients):
-            completed = [unit.arrived(grads, i) for i, _ in there]
-            return any(completed)
-        arrived, told = [], 0
-        for i, param in there:
-            full = param.full
-            grad, full.grad = full.grad, None
-            if grad is not None and param.sharded.requires_grad:
-                arrived.append((i, grad))
-                told |= 1 << i
-        grads.tally.told |= told
-        grads.tally.num_told += len(arrived)
-        if grads.buffer is None:
-            grads.open(unit.context.weight.scale(unit, self._state))
-        grads.put_all(arrived)
-        return grads.is_complete
+    def unheard(self) -> list[int]:
+        """Parameters that autograd has put a gradient into without anybody being told."""
+        return [i for i, param in self._small if param.full.grad is not None]
 
 
 def _flags_of(state: BucketState) -> tuple[tuple[bool, ...], ...]:
@@ -161,7 +140,7 @@ def _agree(param: ShardedParam, before: bool | None) -> bool:
 
 
 def _hook_for(grads: BucketGrads, index: int) -> Hook:
-    ref, unit_ref = weakref.ref(grads), grads.state.unit
+    ref, unit_ref, own = weakref.ref(grads), grads.state.unit, (index,)
 
     def heard(full: torch.Tensor) -> None:
         unit, grads = unit_ref(), ref()
@@ -170,7 +149,9 @@ def _hook_for(grads: BucketGrads, index: int) -> Hook:
         if grads is None:
             _refuse_old_graph(unit, full)
         else:
-            unit.context.backward_pass().gradient_arrived(unit, grads, index)
+            context = unit.context
+            backward = context.backward or context.begin_backward()
+            backward.gradient_arrived(unit, grads, own)
 
     return heard
 

@@ -31,7 +31,8 @@ from shardwise._torch_compat import (
 )
 from shardwise.comm.transport import Missing, Position
 from shardwise.engine.core.copy import GRAPH
-from shardwise.engine.core.gradients import BucketGrads, Reduction, carried_in
+from shardwise.engine.core.gradients import BucketGrads, carried_in
+from shardwise.engine.core.reduction import Reduction
 from shardwise.engine.core.unit import Unit
 from shardwise.errors import DivergenceError
 
@@ -104,16 +105,18 @@ class BackwardPass:
             return  # one that is under way around this unit, or beside it, still needs it
         unit.rest_after_backward()
 
-    def gradient_arrived(self, unit: Unit, grads: BucketGrads, index: int) -> None:
+    def gradient_arrived(self, unit: Unit, grads: BucketGrads, own: tuple[int]) -> None:
+        """A full gradient is in its accumulator."""
+        self.watch_end()
         self.touched.setdefault(unit)
-        if unit.arrived(grads, index):
+        if unit.gradients.arrived(grads, own):
             self.complete(unit)
 
     def complete(self, unit: Unit) -> None:
         """All gradients of a unit have arrived."""
         self._be_heard(unit)
         self._complete.add(unit)
-        if not unit.has_frozen and not unit.copy.holds & GRAPH:
+        if not unit.gradients.has_frozen and not unit.copy.holds & GRAPH:
             self._done_with.append(unit)
         self._issue_ready()
 
@@ -129,13 +132,13 @@ class BackwardPass:
         self._recent = unit
         if unit not in self._quiet:
             self._quiet[unit] = None
-            for grads in unit.grads:
+            for grads in unit.gradients.buckets:
                 grads.arrivals.be_quiet()
 
     def _be_heard(self, unit: Unit) -> None:
         if unit in self._quiet:
             del self._quiet[unit]
-            for grads in unit.grads:
+            for grads in unit.gradients.buckets:
                 grads.arrivals.be_heard()
 
     def _collect_of_all_but(self, unit: Unit) -> None:
@@ -145,7 +148,7 @@ class BackwardPass:
             self._collect(recent)
 
     def _collect(self, unit: Unit) -> None:
-        if unit in self._quiet and unit.collect():
+        if unit in self._quiet and unit.gradients.collect():
             self.complete(unit)
 
     # -- reducing --------------------------------------------------------------------------------
@@ -175,13 +178,13 @@ class BackwardPass:
         overlaps = unit.overlaps
         if self._in_flight:
             self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if overlaps else 0)
-        reductions = unit.issue_reductions()
+        reductions = unit.gradients.issue()
         self._in_flight.extend(reductions)
         for tell in self.moments.issued:
             tell(unit, reductions)
         if not overlaps:
             self._finish_all_but(0)
-        if unit.delivers_early:
+        if unit.gradients.delivers_early:
             self._finish_done()
 
     def _finish_all_but(self, num: int) -> None:
@@ -245,23 +248,23 @@ class BackwardPass:
         for unit in list(self._quiet):
             self._collect(unit)
         for unit in context.units:
-            if not unit.requires_sync:
-                unit.collect_left_gradients()
+            if not unit.settings.requires_sync:
+                unit.gradients.collect_left()
         for ref in reversed(list(context.order)):
             unit = ref()
-            if unit is not None and (unit in self.touched or unit.has_unreduced):
+            if unit is not None and (unit in self.touched or unit.gradients.are_unreduced):
                 del context.order[ref]
                 self._issue_if_needed(unit)
         for unit in context.units:
             self._issue_if_needed(unit)
 
     def _issue_if_needed(self, unit: Unit) -> None:
-        if not unit.requires_sync:
+        if not unit.settings.requires_sync:
             return
         if unit in self._issued:  # what it keeps for a later all-reduce is not collected anew
-            needed = any(map(_buffer, unit.grads))
+            needed = any(map(_buffer, unit.gradients.buckets))
         else:
-            needed = unit in self.touched or unit.has_unreduced
+            needed = unit in self.touched or unit.gradients.are_unreduced
         if needed:
             self._issue(unit)
 
@@ -269,8 +272,8 @@ class BackwardPass:
         """Reduce a bucket that this rank has no gradients of, because peers do."""
         unit = grads.state.unit()
         self.touched.setdefault(unit, None)
-        unit.watch_gradients()  # it may not have run since `requires_grad` was changed
-        reduction = unit.issue_reduction(grads, joins=missing)
+        unit.gradients.watch()  # it may not have run since `requires_grad` was changed
+        reduction = unit.gradients.issue_bucket(grads, joins=missing)
         self._in_flight.append(reduction)
         for tell in self.moments.issued:
             tell(unit, [reduction])

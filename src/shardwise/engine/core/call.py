@@ -42,7 +42,7 @@ def run(
         in_backward = graph_task_id() != -1
         has_grad = torch.is_grad_enabled()
         if in_backward:
-            context.backward_pass().recomputing(unit)
+            context.running_backward().recomputing(unit)
         context.ran_forward(unit, is_awaited=has_grad and not in_backward)
         unit.pre_forward()
         if not in_backward:

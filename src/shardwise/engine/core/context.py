@@ -28,9 +28,9 @@ from shardwise.engine.core.backward import BackwardPass, end_now
 from shardwise.engine.core.copy import WISH
 from shardwise.engine.core.guests import end_of_call
 from shardwise.engine.core.moments import Moments
-from shardwise.engine.core.route import Weight
 from shardwise.engine.core.stages import bring_up_to_date
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.weight import Weight
 from shardwise.errors import EngineError
 
 _wires = attrgetter("wires")
@@ -79,7 +79,7 @@ class Context:
                 self.may_hold |= before.may_hold
                 self.moments.take_over(before.moments)
             self.keeps_some |= unit.keeps_between_steps or unit.is_kept_by_wish
-            unit.context = self
+            unit.context, unit.gradients.weight = self, self.weight
             if all(ref() is not unit for ref in self._units):
                 self._units.append(weakref.ref(unit))
 
@@ -98,7 +98,7 @@ class Context:
         if self.depth > 1:
             return False
         if graph_task() is not None:
-            self.backward_pass()  # a recomputation may come before any other sign of the backward
+            self.running_backward()  # a recomputation may be the first sign of one
             return False
         try:
             self._begin_forward(name)
@@ -250,19 +250,21 @@ class Context:
         self.depth = 0
 
     # -- backward --------------------------------------------------------------------------------
-    def backward_pass(self) -> BackwardPass:
+    def running_backward(self) -> BackwardPass:
         """The backward that runs now; begins one at its first sign."""
-        backward = self.backward
-        if backward is None:
-            backward = self.backward = BackwardPass(self)
-            backward.watch_end()
-            self._enter("backward", "")
-            for tell in self.moments.before_backward:
-                tell(backward)
-            for unit in [u for u in self.units if not u.requires_sync]:
-                for grads in unit.grads:
-                    grads.note_trainable()
+        backward = self.backward or self.begin_backward()
         backward.watch_end()
+        return backward
+
+    def begin_backward(self) -> BackwardPass:
+        backward = self.backward = BackwardPass(self)
+        backward.watch_end()
+        self._enter("backward", "")
+        for tell in self.moments.before_backward:
+            tell(backward)
+        for unit in [u for u in self.units if not u.settings.requires_sync]:
+            for grads in unit.gradients.buckets:
+                grads.note_trainable()
         return backward
 
     def reduce_partials(self) -> None:
@@ -280,7 +282,7 @@ class Context:
             for tell in self.moments.before_backward:
                 tell(self.backward)
             for unit in self.units:
-                unit.collect_left_gradients()
+                unit.gradients.collect_left()
             self._check_reached()
             self.weigh()
             end_now(self.backward)
@@ -300,7 +302,7 @@ class Context:
         """
         reached, self._reached = self._reached, set()
         units = [u for u in self.units if u.ref in reached]
-        empty = [u.name for u in units if u.is_trainable and not u.has_unreduced]
+        empty = [u.name for u in units if u.is_trainable and not u.gradients.are_unreduced]
         if empty:
             raise EngineError(
                 f"{', '.join(empty)}: backwards went through, but no parameter has a gradient. A "
@@ -321,9 +323,9 @@ class Context:
 
     def pre_backward(self, unit: Unit) -> None:
         """The gradient of an output of `unit` is complete."""
-        if not unit.requires_sync:
+        if not unit.settings.requires_sync:
             self._reached.add(unit.ref)
-        self.backward_pass().pre_backward(unit)
+        self.running_backward().pre_backward(unit)
 
 
 _OUTPUT = "shardwise.output"
@@ -399,4 +401,4 @@ class Call:
         """The gradient of its only input is complete."""
         unit = self.unit
         unit.open_calls.discard(id(self))
-        unit.context.backward_pass().input_done(unit)
+        unit.context.running_backward().input_done(unit)

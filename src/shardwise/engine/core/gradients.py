@@ -1,38 +1,41 @@
-"""Gradients of one bucket: from autograd's accumulator to the sharded `.grad`.
+"""Gradients of a unit: from autograd's accumulators into reductions.
 
-arrival     a full gradient leaves the full parameter for the reduction's buffer, small ones
-            together (`arrivals`)
-complete    all trainable parameters have arrived: the reduction may be issued
-deliver     this rank's part of the sum is added to `.grad`; a parameter without a gradient on any
-            rank stays None
+arrival     full gradients leave the full parameters for the buffer of a reduction: a large one when
+            autograd has put it there, small ones together (`arrivals`)
+complete    all trainable parameters have arrived: the reduction may be issued (when, says
+            `backward`; what follows is in `reduction`)
 partial     without sync a full gradient is added up on this rank instead; `.grad` then stands for
             it (`Pending`)
-replica     without all-reduce the sum over the shard axis is kept, and joins the next all-reduce
-home        where replicas share a shard out, that all-reduce is a reduce-scatter (see `stages`)
+route       how gradients get into a reduction. All units share the usual one; who needs another
+            (ranks without data, sums in a fixed order) gives the unit a subclass
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
 
-from shardwise._torch_compat import unflatten
-from shardwise.comm.transport import Bucket, GradBuffer, Handle, Missing
+from shardwise.comm.streams import Streams
+from shardwise.comm.transport import Bucket, GradBuffer, Missing
 from shardwise.engine.core.arrivals import Arrivals
 from shardwise.engine.core.bucket import BucketState
-from shardwise.engine.core.route import Scale
+from shardwise.engine.core.reduction import Receivers, Reduction
+from shardwise.engine.core.settings import Settings
 from shardwise.engine.core.tally import Tally
-from shardwise.engine.tensor.shard_tensor import ShardTensor
+from shardwise.engine.core.weight import Scale, Weight
 from shardwise.layout import ReduceLayout, layout_reduce
 
-# What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
+Found = list[tuple[int, torch.Tensor]]  # gradients, by the index of their parameter
+
+# What is asked of all parameters, or buckets, is asked by one `map`, which stays in C.
 _trains = attrgetter("full.requires_grad")
 _partial_grad = attrgetter("partial_grad")
+_is_complete = attrgetter("is_complete")
+_has_frozen = attrgetter("arrivals.has_frozen")
 
 
 def plain(grad: torch.Tensor) -> torch.Tensor:
@@ -67,7 +70,7 @@ class BucketGrads:
         self.replica: torch.Tensor | None = None  # summed over the shard axis only
         self.arrivals = Arrivals(state)
         self._is_complex = state.layout.is_complex
-        self.takes_plain_gradients = all(p.spread.whole is None for p in state.params)
+        self._are_whole = all(p.spread.whole is None for p in state.params)
         self._flags: tuple[bool, ...] = ()  # which parameters are in the layout
         self._trained = 0  # mask of those that had gradients to come since the last reduction
         self._position: dict[int, int] = {}
@@ -141,24 +144,40 @@ class BucketGrads:
             return not self._awaited
         return self.arrived == self._awaited
 
-    def put(self, index: int, grad: torch.Tensor) -> None:
-        """A gradient arrived; the reduction is open."""
-        self.put_all([(index, grad)])
+    def take_out(self, indices: Iterable[int]) -> Found:
+        """What is in the accumulators of some full parameters, as reductions take it."""
+        found: Found = []
+        told, creates_graph = 0, torch.is_grad_enabled()
+        for i in indices:
+            param = self.state.params[i]
+            full = param.full
+            grad, full.grad = full.grad, None
+            if grad is None or not param.sharded.requires_grad:
+                continue  # an autograd.Function returned None for it; or frozen since the forward
+            if creates_graph:
+                grad = grad.detach()
+            if not self._are_whole:
+                grad = param.spread.own_gradient(param.name, grad)
+            if grad.layout is not torch.strided or self._is_complex:
+                grad = plain(grad)
+            found.append((i, grad))
+            told |= 1 << i
+        self.tally.told |= told
+        self.tally.num_told += len(found)
+        return found
 
-    def put_all(self, arrived: list[tuple[int, torch.Tensor]]) -> None:
-        """Several gradients arrived; the reduction is open."""
+    def put(self, found: Found) -> None:
+        """Gradients go into the reduction that is open."""
         assert self.buffer is not None
         put, positions, there = self.buffer.put, self._position, 0
-        for index, grad in arrived:
+        for index, grad in found:
             if index not in positions:
                 raise self._unfrozen(index)
-            is_plain = grad.layout is torch.strided and not self._is_complex
-            put(positions[index], grad if is_plain else plain(grad))
+            put(positions[index], grad)
             there |= 1 << index
         self.arrived |= there
-        tally = self.tally
-        tally.waiting |= there
-        tally.num_taken += len(arrived)
+        self.tally.waiting |= there
+        self.tally.num_taken += len(found)
 
     def _unfrozen(self, index: int) -> RuntimeError:
         """Unfrozen while a backward runs: the reduction under way does not know it."""
@@ -167,17 +186,19 @@ class BucketGrads:
             "change it between steps"
         )
 
-    def skip(self, index: int) -> None:
-        """A gradient arrived that counts as absent; the reduction is open."""
-        self.arrived |= 1 << index
-        self.tally.num_taken += 1
+    def skip(self, found: Found) -> None:
+        """Gradients that count as absent; the reduction is open."""
+        for index, _ in found:
+            self.arrived |= 1 << index
+        self.tally.num_taken += len(found)
 
-    def accumulate(self, index: int, grad: torch.Tensor) -> None:
-        """A gradient arrived that is not to be reduced yet."""
-        self.state.params[index].add_partial(
-            plain(grad), self.state.layout.reduce_dtype, self.pending(index)
-        )
-        self.tally.num_taken += 1
+    def accumulate(self, found: Found) -> None:
+        """Gradients that are not to be reduced yet are added up on this rank."""
+        for index, grad in found:
+            self.state.params[index].add_partial(
+                grad, self.state.layout.reduce_dtype, self.pending(index)
+            )
+        self.tally.num_taken += len(found)
 
     def pending(self, index: int) -> ParamPending:
         return ParamPending(self, index, self._settle)
@@ -249,133 +270,6 @@ class BucketGrads:
         return buffer, out, layout, had
 
 
-@dataclass(slots=True)
-class Reduction:
-    """A reduction on its way. `finish` waits, sums over the replicas, and delivers."""
-
-    grads: BucketGrads
-    handle: Handle
-    out: torch.Tensor
-    layout: ReduceLayout
-    had: tuple[bool, ...]
-    all_reduce: bool
-    over_replicas: Handle | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Finishing it would wait for nobody."""
-        done = getattr(self.handle, "done", False)
-        return done and self.grads.state.mesh.replicate.size == 1
-
-    def wait(self) -> None:
-        """Wait, drop the result. After an exception peers may still read what this rank posted."""
-        self.handle.wait()
-
-    def advance(self) -> None:
-        """Wait for the first stage and issue the next, so that peers which finish in another order
-        do not wait for it.
-        """
-        self.handle.wait()
-        if self.all_reduce and self.over_replicas is None:
-            self.start_all_reduce()
-
-    def start_all_reduce(self) -> None:
-        """Sum over the replicas, with what was kept from before."""
-        state = self.grads.state
-        if state.mesh.replicate.size == 1:
-            return
-        assert state.bucket is not None
-        if self.grads.replica is not None:
-            self.out.add_(self.grads.replica)
-            self.grads.replica = None
-        if state.home is None:
-            self.over_replicas = state.transport.all_reduce(state.bucket, self.out)
-        else:
-            self.over_replicas, self.out, self.layout = state.home.reduce(
-                self.out, self.layout, self.had
-            )
-
-    def finish(self, *, run_hooks: bool = True) -> None:
-        self.handle.wait()
-        if self.grads.state.mesh.replicate.size > 1:
-            if not self.all_reduce:
-                self._keep_replica()
-                return
-            if self.over_replicas is None:
-                self.start_all_reduce()
-            assert self.over_replicas is not None
-            self.over_replicas.wait()
-        hook = self.grads.state.unit().all_reduce_hook
-        if hook is not None:
-            hook(self.out[: self.layout.data_numel(self.grads.state.own_rank)])
-        self._deliver(run_hooks)
-
-    def _keep_replica(self) -> None:
-        self.grads.tally.delivered += 1
-        if self.grads.replica is not None:
-            self.out.add_(self.grads.replica)
-        self.grads.replica = self.out
-        for i in self.layout.indices:
-            self.grads.state.params[i].mark_pending(self.grads.pending(i))
-
-    def _deliver(self, run_hooks: bool) -> None:
-        grads, layout = self.grads, self.layout
-        state = grads.state
-        grads.tally.delivered += 1
-        data = self.out.to(state.layout.grad_dtype)  # itself where it is so already
-        if state.offload:
-            data = data.to("cpu")
-        receivers = grads.receivers
-        if receivers is None or receivers.key != (layout, state.num_forms):
-            receivers = grads.receivers = Receivers(state, layout)
-        # The count is read only where this rank had no gradient, so the usual step never waits for
-        # the device.
-        had = None
-        if not all(self.had):
-            had = [
-                there or self.out[layout.counts_offset + j].item() != 0
-                for j, there in enumerate(self.had)
-            ]
-        receivers.add(data, had, run_hooks=run_hooks)
-
-
-class Receivers:
-    """The parameters that a reduction delivers to, and where in its result their parts lie."""
-
-    def __init__(self, state: BucketState, layout: ReduceLayout) -> None:
-        self.key = (layout, state.num_forms)  # what it was made for
-        self._params = [state.params[i] for i in layout.indices]
-        self._specs = [param.grad_spec for param in self._params]
-        self._is_complex = state.layout.is_complex
-        rank = state.own_rank
-        pairs = list(zip(layout.params, layout.offsets(rank), strict=True))
-        self._places = [(at, p.shard_numel(rank), p.shard_shape(rank)) for p, at in pairs]
-        # One call makes all views where parts follow each other and none is empty.
-        ends = [at + numel for at, numel, _ in self._places]
-        is_dense = [at for at, _, _ in self._places] == [0, *ends][: len(ends)]
-        has_all = all(numel for _, numel, _ in self._places)
-        like = [torch.empty(shape, device="meta") for _, _, shape in self._places]
-        self._like = like if is_dense and has_all else None
-
-    def add(self, data: torch.Tensor, had: list[bool] | None, *, run_hooks: bool) -> None:
-        """Add this rank's parts to `.grad`; `had`: of which parameters any rank had a gradient,
-        None for all.
-        """
-        parts = self._parts(data)
-        if self._is_complex:
-            parts = list(map(torch.view_as_complex, parts))
-        made = ShardTensor.gradients(parts, self._specs)
-        for j, (param, grad) in enumerate(zip(self._params, made, strict=True)):
-            if had is None or had[j]:
-                param.add_grad(grad, run_hooks=run_hooks)
-
-    def _parts(self, data: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of this rank's parts in the result."""
-        if self._like is not None:
-            return unflatten(data, self._like)
-        return [data[at : at + numel].view(shape) for at, numel, shape in self._places]
-
-
 class ParamPending:
     """What the `.grad` of one parameter stands for, beside the numbers in it: a partial sum, or
     one over shards only.
@@ -394,3 +288,145 @@ class ParamPending:
         grads.state.params[self._index].forget_partial()
         if grads.replica is not None:
             grads.zero_replica(self._index)
+
+
+class Route:
+    """The usual one: into the reduction that a bucket collects, or into partial sums where the
+    backward does not sync. It keeps nothing.
+    """
+
+    counts = True  # this rank's gradients are part of the sum
+    refuses_counts = ""  # why gradients cannot be divided by a count, if they cannot
+
+    def take(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+        """Full gradients have arrived."""
+        if not gradients.settings.requires_sync:
+            self.accumulate(gradients, bucket, found)
+            return
+        if bucket.buffer is None:
+            bucket.open(gradients.scale(bucket))
+        self.put(gradients, bucket, found)
+
+    def put(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+        """Full gradients are to go into the reduction that is open."""
+        bucket.put(found)
+
+    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+        """Full gradients are to be added up on this rank."""
+        bucket.accumulate(found)
+
+    def issue(
+        self, gradients: Gradients, bucket: BucketGrads, *, joins: Missing | None
+    ) -> Reduction:
+        """Reduce what a bucket has collected; `joins`: peers have some, this rank has nothing."""
+        all_reduce = gradients.settings.requires_all_reduce
+        return bucket.issue(gradients.scale(bucket), all_reduce, joins=joins)
+
+    def holds_sums(self, gradients: Gradients) -> bool:
+        """Whether the route itself keeps sums of a unit that the end of this backward reduces."""
+        return False
+
+    def failed(self) -> None:
+        """What was collected is incomplete, after an exception or with a new layout."""
+
+
+USUAL = Route()
+
+
+class Gradients:
+    """Those of a unit. `weight` is that of its context; `delivers_early`: into `.grad` as soon as
+    all ranks have handed theirs in.
+    """
+
+    def __init__(self, settings: Settings, streams: Streams) -> None:
+        self.settings, self.streams = settings, streams
+        self.buckets: list[BucketGrads] = []
+        self.weight = Weight()
+        self.route: Route = USUAL
+        self.delivers_early = False
+
+    def scale(self, bucket: BucketGrads) -> Scale:
+        state = bucket.state
+        return self.weight.scale(state.mesh, state.layout.reduce_dtype, self.settings.divide_by)
+
+    # -- hearing ---------------------------------------------------------------------------------
+    @property
+    def has_frozen(self) -> bool:
+        return any(map(_has_frozen, self.buckets))
+
+    def watch(self) -> None:
+        """Whoever uses the full parameters, their gradients are heard of."""
+        for bucket in self.buckets:
+            bucket.tally.trainable = bucket.arrivals.watch(bucket)
+
+    def agree_on_flags(self) -> None:
+        """`requires_grad` as users have set it on either form since it was last looked at."""
+        for bucket in self.buckets:
+            bucket.arrivals.watch_again(bucket)
+
+    # -- collecting ------------------------------------------------------------------------------
+    def arrived(self, bucket: BucketGrads, indices: Iterable[int]) -> bool:
+        """Full gradients are in their accumulators. True when they were the unit's last."""
+        found = bucket.take_out(indices)
+        if not found:
+            return False
+        self.route.take(self, bucket, found)
+        return self.settings.requires_sync and self.are_complete
+
+    def collect(self) -> bool:
+        """Take in gradients of small parameters that nobody was told of. True when the unit has all
+        that it waits for, by one of them.
+        """
+        completed = False
+        for bucket in self.buckets:
+            if indices := bucket.arrivals.unheard():
+                completed = self.arrived(bucket, indices)
+        return completed
+
+    def collect_left(self) -> None:
+        """Take in gradients that somebody else than autograd's accumulator put on full parameters:
+        pipeline schedules that compute gradients of weights by themselves do.
+        """
+        for bucket in self.buckets:
+            if found := bucket.take_out(range(len(bucket.state.params))):
+                self.route.accumulate(self, bucket, found)
+
+    @property
+    def are_complete(self) -> bool:
+        """Those of all trainable parameters have arrived."""
+        return all(map(_is_complete, self.buckets))
+
+    @property
+    def are_unreduced(self) -> bool:
+        """Some were put into a reduction that was not issued, or partial ones wait for a sync."""
+        if any(b.buffer is not None or b.has_partial for b in self.buckets):
+            return True
+        return self.route.holds_sums(self)
+
+    # -- reducing --------------------------------------------------------------------------------
+    def issue(self) -> list[Reduction]:
+        """Reduce every trainable bucket."""
+        return [self.issue_bucket(b) for b in self.buckets if b.trainable_layout().indices]
+
+    def issue_bucket(self, bucket: BucketGrads, *, joins: Missing | None = None) -> Reduction:
+        if not self.streams.is_async:
+            return self.route.issue(self, bucket, joins=joins)
+        with self.streams.lane("reduce"):
+            return self.route.issue(self, bucket, joins=joins)
+
+    def settle(self) -> None:
+        """Reduce partial gradients now, because somebody reads them: as they are, whatever the
+        route.
+        """
+        waiting = [bucket for bucket in self.buckets if bucket.has_partial]
+        for reduction in [bucket.issue(self.scale(bucket), True) for bucket in waiting]:
+            reduction.finish(run_hooks=False)
+        for bucket in waiting:
+            bucket.tally.clear()
+        self.weight.count = None
+
+    def discard(self) -> None:
+        """An exception ended the backward: what was collected is not reduced."""
+        self.route.failed()
+        for bucket in self.buckets:
+            bucket.discard()

@@ -21,10 +21,8 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch_compat import (
     hooks_of,
     local_of,
-    post_accumulate_hooks,
     share_hooks,
     spec_of,
-    tensor_hooks,
 )
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.mesh.spread import Spread
@@ -281,30 +279,6 @@ class ShardedParam:
         if self.partial_grad is not None:
             self.partial_grad._pending = None
             self.partial_grad = None
-
-    def add_grad(self, grad: Any, *, run_hooks: bool = True) -> None:
-        """Add this rank's part of a reduced gradient, a `ShardTensor` of its own, to `.grad`, with
-        the hooks that autograd would have run.
-        """
-        if self.partial_grad is not None or self.partial is not None:
-            self.forget_partial()
-        sharded = self.sharded
-        grad._param_name = f"{self.name}.grad"
-        if run_hooks and sharded._backward_hooks:
-            for hook in tensor_hooks(sharded):
-                replaced = hook(grad)
-                grad = grad if replaced is None else replaced
-            if type(grad) is not ShardTensor:
-                local = local_of(grad) if isinstance(grad, DTensor) else grad
-                grad = ShardTensor(local, self.grad_spec, name=f"{self.name}.grad")
-        existing = sharded.grad
-        if existing is None:
-            sharded.grad = grad
-        else:
-            local_of(existing).add_(local_of(grad))  # type: ignore[arg-type]
-        if run_hooks and sharded._post_accumulate_grad_hooks:
-            for accumulated in post_accumulate_hooks(sharded):
-                accumulated(sharded)
 
 
 def _place_of(local: torch.Tensor) -> int:

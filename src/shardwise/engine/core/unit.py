@@ -16,7 +16,7 @@ what one unit does.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from dataclasses import replace
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +44,11 @@ from shardwise.engine.core.copy import (
     WISH,
     FullCopy,
 )
-from shardwise.engine.core.gradients import BucketGrads
+from shardwise.engine.core.gradients import BucketGrads, Gradients
 from shardwise.engine.core.guests import guests_of, take_back
 from shardwise.engine.core.parameter import ShardedParam, Slot
-from shardwise.engine.core.route import USUAL, Route
+from shardwise.engine.core.settings import Settings
 from shardwise.engine.core.stages import Stage
-from shardwise.engine.core.unit_gradients import UnitGradients, settle_by
 from shardwise.engine.tensor.shard_tensor import Mark
 from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
@@ -64,8 +63,8 @@ _written = methodcaller("written_names")
 _is_registered = methodcaller("is_registered")
 
 
-class Unit(UnitGradients):
-    """See the module docstring. Settings that users change by method are plain attributes."""
+class Unit:
+    """See the module docstring."""
 
     def __init__(
         self,
@@ -90,27 +89,21 @@ class Unit(UnitGradients):
         self.modules: list[weakref.ref[nn.Module]] = []  # that `fully_shard` was called with
         self.ignored = ignored
         self.custom_comms: dict[str, Any] = {}  # the user's "all_gather", "reduce_scatter"
+        self.settings = Settings(
+            reshard_after_forward=strategy.lifetime is Lifetime.USE,
+            reshard_after_backward=strategy.lifetime is not Lifetime.CLEAN,
+        )
+        self.gradients = Gradients(self.settings, streams)
         self._build(found)
         self.context: Context  # set when a context takes the unit in
 
         self.keeps_between_steps = strategy.lifetime is Lifetime.CLEAN
         self.copy.holds = CLEAN if self.keeps_between_steps else 0
-        self.root_rule = False  # reshard_after_forward=None: the root's own unit is kept
         self.is_root = False
-        self.reshard_after_forward = strategy.lifetime is Lifetime.USE
-        self.reshard_after_backward = strategy.lifetime is not Lifetime.CLEAN
-        self.requires_sync = True
-        self.requires_all_reduce = True
-        self.unshard_in_backward = True
-        self.divide_by: float | None = None
-        self.has_own_factor = False  # given to this unit, not to one above
-        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
-        self.route: Route = USUAL
         self.forward_prefetch: list[weakref.ref[Unit]] = []
         self.backward_prefetch: list[weakref.ref[Unit]] = []
         self.set_prefetch(None)
 
-        self.delivers_early = False  # gradients, once all ranks have handed theirs in
         self.num_uses = 0  # forwards with gradients since the last backward
         self.was_unsharded = False  # by the user, on all ranks, since the last pass with gradients
         self._modules_run = 0
@@ -128,7 +121,7 @@ class Unit(UnitGradients):
             bucket.unit = ref
             for param in bucket.params:
                 param.unit = ref
-        self.grads = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
+        self.gradients.buckets = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
         self.copy.buckets, self.copy.shows_shards = self.buckets, True
         self._tell_transport()
         self._make_parts()
@@ -142,7 +135,7 @@ class Unit(UnitGradients):
 
     def _tell_transport(self) -> None:
         """Tell by whose collectives buckets are moved, and remember whose gradients they carry."""
-        for grads in self.grads:
+        for grads in self.gradients.buckets:
             bucket = grads.state.bucket
             if bucket is not None:
                 grads.carry_in(bucket)
@@ -198,15 +191,18 @@ class Unit(UnitGradients):
         return any(p.sharded.requires_grad for p in self.params)
 
     @property
+    def is_kept_by_setting(self) -> bool:
+        return not (self.settings.reshard_after_forward or self.settings.root_rule)
+
+    @property
     def is_kept_by_wish(self) -> bool:
         """Forwards without gradients leave its copy there, because the user said so."""
-        return bool(self.copy.holds & USER) or not (self.reshard_after_forward or self.root_rule)
+        return bool(self.copy.holds & USER) or self.is_kept_by_setting
 
     @property
     def may_be_kept(self) -> bool:
         """On some rank; says the same on all."""
-        is_kept = self.keeps_between_steps or self.was_unsharded
-        return is_kept or not (self.reshard_after_forward or self.root_rule)
+        return self.keeps_between_steps or self.was_unsharded or self.is_kept_by_setting
 
     @property
     def serves_alone(self) -> bool:
@@ -263,12 +259,12 @@ class Unit(UnitGradients):
     def lay_out(self, found: list[Found]) -> None:
         """Manage `found` from now on, in new buffers."""
         self.forget_dead_slots()
-        self.agree_on_flags()
-        if any(g.has_partial for g in self.grads):
+        self.gradients.agree_on_flags()
+        if any(g.has_partial for g in self.gradients.buckets):
             self.settle_partials()  # what was added up lies in the old layout
         if self.copy.is_there:
             self.reshard()
-        self.route.failed()  # what it has collected does not fit the new layout
+        self.gradients.route.failed()  # what it has collected does not fit the new layout
         self.mark.count += 1
         self.mark.moved = False
         before = [(param.full, param.sharded) for param in self.params]
@@ -310,6 +306,10 @@ class Unit(UnitGradients):
         self.forget_dead_slots()
         if not self.is_registered():
             self.refresh(check_ties=check_ties)
+
+    def take_settings(self, settings: Settings) -> None:
+        """Those of the unit that this one is a copy of."""
+        self.settings = self.gradients.settings = replace(settings)
 
     def use_custom_comm(self, kind: str, comm: Any) -> None:
         """Gathers or reductions of this unit go through the user's collective."""
@@ -420,7 +420,7 @@ class Unit(UnitGradients):
         given is left alone when the next one's turn comes.
         """
         self.forget_dead_slots()
-        self.agree_on_flags()
+        self.gradients.agree_on_flags()
         if self.wires[0].depth == 0 and self.is_registered():
             kept = self.is_kept_by_wish and self.copy.is_there and self.copy.is_current
             if self.keeps_between_steps or kept:
@@ -443,8 +443,16 @@ class Unit(UnitGradients):
 
     def finish_user_unshard(self) -> None:
         self.copy.wait()
-        self.watch_gradients()
+        self.gradients.watch()
         self.copy.show_full()
+
+    def settle_partials(self) -> None:
+        """Reduce partial gradients now, because somebody reads them (clipping, a step inside
+        `no_sync`).
+        """
+        with torch.no_grad(), phase_on(self.wires, "settle", self.name):
+            self.context.weigh()
+            self.gradients.settle()
 
     # -- moments ---------------------------------------------------------------------------------
     def pre_forward(self) -> None:
@@ -453,12 +461,12 @@ class Unit(UnitGradients):
                 if not all(map(_is_registered, unit.buckets)):
                     unit.admit_guests()
         self._make_usable()
-        self.watch_gradients()
+        self.gradients.watch()
         self._modules_run += 1
         for owner in self._tied_to:
             owner._num_users += 1
             owner._make_usable()
-            owner.watch_gradients()
+            owner.gradients.watch()
 
     def post_forward(self, in_backward: bool) -> None:
         """Release or keep; `in_backward` is a recomputation, whose backward follows at once."""
@@ -544,12 +552,12 @@ class Unit(UnitGradients):
             )
 
     def releases_after_forward(self) -> bool:
-        if self.root_rule:
+        if self.settings.root_rule:
             return not self.is_root
-        return self.reshard_after_forward
+        return self.settings.reshard_after_forward
 
     def pre_backward(self) -> None:
-        if self.unshard_in_backward or self.copy.is_there:
+        if self.settings.unshard_in_backward or self.copy.is_there:
             self.copy.holds |= BACKWARD
             self._make_usable()
             for bucket in self.buckets:
@@ -567,7 +575,7 @@ class Unit(UnitGradients):
             return  # it is at rest already
         self._check_unwritten()
         self._drop_parts()
-        if not (self.reshard_after_backward or self.keeps_between_steps):
+        if not (self.settings.reshard_after_backward or self.keeps_between_steps):
             copy.holds |= PASS
         self.settle("backward")
 
@@ -575,9 +583,7 @@ class Unit(UnitGradients):
         """An exception ended a pass: back to rest, without what it collected. `keep`: copies that
         other ranks keep too, who know nothing of it.
         """
-        self.route.failed()
-        for grads in self.grads:
-            grads.discard()
+        self.gradients.discard()
         for param in self.params:
             param.full.grad = None
         self._modules_run = self._num_users = self.num_uses = 0
@@ -596,3 +602,10 @@ class Unit(UnitGradients):
             self.copy.show_shards()
         else:
             self.reshard()
+
+
+def settle_by(ref: weakref.ref[Unit]) -> None:
+    """`settle_partials` of a unit that may be gone."""
+    unit = ref()
+    if unit is not None:
+        unit.settle_partials()

@@ -39,7 +39,7 @@ from shardwise.engine.core.parameter import ShardedParam, home_of
 from shardwise.engine.core.unit import Unit
 from shardwise.errors import EngineError
 
-_grads = attrgetter("grads")
+_grads = attrgetter("gradients.buckets")
 _INPUTS = 3  # the place of `inputs` among the arguments of autograd's engine
 _running = 0  # backwards, on all threads, those inside of others not counted
 

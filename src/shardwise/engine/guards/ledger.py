@@ -82,7 +82,7 @@ def torn_in(unit: Unit) -> list[Torn]:
     """What an exception in a backward leaves half done. Before the unit is put to rest."""
     return [
         Torn(param)
-        for grads in unit.grads
+        for grads in unit.gradients.buckets
         if grads.tally.num_taken
         for i, param in enumerate(grads.state.params)
         if grads.tally.told >> i & 1 and _is_added(param, grads.tally.delivered)
@@ -159,9 +159,9 @@ def check_units(reached: Iterable[Unit], expected: Iterable[Unit]) -> None:
     """
     complaints: list[str] = []
     for unit in reached:
-        for grads in unit.grads:
+        for grads in unit.gradients.buckets:
             tally = grads.tally
-            if not tally.is_settled or (unit.requires_sync and not tally.issued):
+            if not tally.is_settled or (unit.settings.requires_sync and not tally.issued):
                 complaints += _complaints(unit, grads)
             tally.clear()
             if grads.buffer is not None:
@@ -172,7 +172,7 @@ def check_units(reached: Iterable[Unit], expected: Iterable[Unit]) -> None:
                 f"({unit.strategy.name}) releases it"
             )
     for unit in expected:
-        for grads in unit.grads:
+        for grads in unit.gradients.buckets:
             complaints += _unheard(grads)
     if complaints:
         raise EngineError(f"rank {_rank()}: " + "; ".join(complaints) + f". {_REMEDY}")
@@ -199,7 +199,7 @@ def _complaints(unit: Unit, grads: BucketGrads) -> list[str]:
             f"{state.name}: reduced {tally.repeated + 1} times in one backward without a new "
             f"gradient ({_names(state, tally.trainable)})"
         )
-    if unit.requires_sync and not tally.issued and grads.trainable_layout().indices:
+    if unit.settings.requires_sync and not tally.issued and grads.trainable_layout().indices:
         found.append(
             f"unit {unit.name!r} was reached by the backward and {state.name} was not reduced; "
             "ranks that reduced it wait for this one"

@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from shardwise._torch_compat import post_accumulate_hooks, tensor_hooks
 from shardwise.comm.exchange import gather_objects
-from shardwise.engine.core.route import USUAL
+from shardwise.engine.core.gradients import USUAL
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.reproducible.order import SumOrder
 from shardwise.engine.services.step_in_backward import steps_in_backward
@@ -38,7 +38,7 @@ def check_run(
     settings: tuple[int, ...],
 ) -> None:
     """Raises ValueError with all that stands against a reproducible run of `model`."""
-    if any(isinstance(unit.route, SumOrder) for unit in units):
+    if any(isinstance(unit.gradients.route, SumOrder) for unit in units):
         raise ValueError("this model is in a reproducible run already; leave that one first")
     found = [*_modules(model), *_units(units), *_optimizer(optimizer)]
     # An exchange comes last, so that ranks with findings of their own do not leave it waiting.
@@ -78,18 +78,18 @@ def _units(units: list[Unit]) -> Iterator[str]:
 
 def _settings(unit: Unit) -> Iterator[str]:
     name = unit.name
-    if unit.all_reduce_hook is not None:
+    if unit.settings.all_reduce_hook is not None:
         yield f"unit {name!r}: set_all_reduce_hook changes sums; take it away"
-    if unit.route is not USUAL:
+    if unit.gradients.route is not USUAL:
         yield f"unit {name!r}: is in a join(), which weighs gradients by rank; leave it first"
     if steps_in_backward(unit):
         yield f"unit {name!r}: step_in_backward leaves no gradients to sum; do without it"
-    if unit.divide_by is not None:
+    if unit.settings.divide_by is not None:
         yield (
             f"unit {name!r}: set_gradient_divide_factor has no meaning here; gradients are the "
             "mean over micro-batches"
         )
-    if not unit.requires_sync or not unit.requires_all_reduce:
+    if not unit.settings.requires_sync or not unit.settings.requires_all_reduce:
         yield f"unit {name!r}: gradient synchronisation is off; the run accumulates by itself"
 
 

@@ -17,15 +17,15 @@ import torch
 from shardwise.comm.transport import Missing
 from shardwise.comm.tree_sum import TreeSum, sums_in_tree
 from shardwise.engine.core.bucket import BucketState
-from shardwise.engine.core.gradients import BucketGrads, Reduction
+from shardwise.engine.core.gradients import BucketGrads, Gradients, Route
 from shardwise.engine.core.parameter import ShardedParam
-from shardwise.engine.core.route import Route, Scale
+from shardwise.engine.core.reduction import Reduction
+from shardwise.engine.core.weight import Scale
 from shardwise.errors import EngineError
 from shardwise.layout.tree import Holdings, Schedule
 
 if TYPE_CHECKING:
     from shardwise.engine.core.unit import Unit
-    from shardwise.engine.core.unit_gradients import UnitGradients
 
 _UNSCALED = Scale(1.0, 1.0)
 
@@ -33,7 +33,6 @@ _UNSCALED = Scale(1.0, 1.0)
 class SumOrder(Route):
     """Where a step is: its schedule, and the round that runs now. The route of all its units."""
 
-    is_usual = False
     refuses_counts = (
         "global_mean() in a reproducible run: gradients are the mean over micro-batches there, "
         "each with the weight 1; let each micro-batch hold equally many tokens and call "
@@ -112,34 +111,34 @@ class SumOrder(Route):
         """Whatever a step has left."""
         self._trees.clear()
 
-    def holds_sums(self, unit: UnitGradients) -> bool:
-        return self.is_last and any(grads in self._trees for grads in unit.grads)
+    def holds_sums(self, gradients: Gradients) -> bool:
+        return self.is_last and any(bucket in self._trees for bucket in gradients.buckets)
 
     def issue(
-        self, unit: UnitGradients, grads: BucketGrads, *, joins: Missing | None
+        self, gradients: Gradients, bucket: BucketGrads, *, joins: Missing | None
     ) -> OrderedReduction:
         """The reduction of what a bucket collected in this round."""
-        state = grads.state
-        self.admit(grads)
-        buffer, out, layout, had = grads.take(_UNSCALED, joins=joins)
+        state = bucket.state
+        self.admit(bucket)
+        buffer, out, layout, had = bucket.take(_UNSCALED, joins=joins)
         assert state.bucket is not None
-        tree = self._trees.get(grads)
+        tree = self._trees.get(bucket)
         if tree is None:
             holdings, replica = self.holdings(state)
-            tree = self._trees[grads] = TreeSum(layout, state.mesh.shard.rank, holdings, replica)
+            tree = self._trees[bucket] = TreeSum(layout, state.mesh.shard.rank, holdings, replica)
         elif tree.layout is not layout:
             raise EngineError(
                 f"{state.name}: requires_grad changed between the micro-batches of a step; change "
                 "it between steps"
             )
         if self.is_last:
-            del self._trees[grads]  # a later step begins anew, whatever becomes of this one
+            del self._trees[bucket]  # a later step begins anew, whatever becomes of this one
         # A spare pass says nothing about who has a gradient: the counts do.
         had = tuple(has and self.leaf is not None for has in had)
         transport = state.transport
         assert sums_in_tree(transport), "checked when the run began"
         handle = transport.collect(state.bucket, buffer, out, tree, self.leaves(state))
-        reduction = OrderedReduction(grads, handle, out, layout, had, self.is_last)
+        reduction = OrderedReduction(bucket, handle, out, layout, had, self.is_last)
         reduction.tree, reduction.num_leaves = tree, self.schedule.num_micro_batches
         if self.is_last and layout.world == 1:
             reduction.start_all_reduce()  # nothing to wait for before

@@ -32,7 +32,7 @@ import torch
 import torch.nn as nn
 
 from shardwise.comm.exchange import groups_of, sum_over
-from shardwise.engine.core.route import USUAL
+from shardwise.engine.core.gradients import USUAL
 from shardwise.engine.core.state import sharded_units
 from shardwise.engine.reproducible.checks import check_run, written_buffers
 from shardwise.engine.reproducible.order import SumOrder
@@ -84,7 +84,7 @@ class ReproducibleRun:
         self._deterministic = set_deterministic()  # may refuse: before a unit is in the run
         self._order = SumOrder(units, schedule, mesh.replicate.rank, mesh.shard.rank)
         for unit in units:
-            unit.route = unit.mark.sum_order = self._order
+            unit.gradients.route = unit.mark.sum_order = self._order
         return self
 
     def __exit__(
@@ -96,7 +96,7 @@ class ReproducibleRun:
         if self._order is not None:
             self._order.drop_sums()
             for unit in self._order.units:
-                unit.route, unit.mark.sum_order = USUAL, None
+                unit.gradients.route, unit.mark.sum_order = USUAL, None
         self._order = None
         if self._deterministic is not None:
             restore_deterministic(self._deterministic)

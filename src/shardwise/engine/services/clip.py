@@ -27,14 +27,14 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     Settings are put back also when the body raises. Nests.
     """
     units = sharded_units(model)
-    before = [unit.requires_sync for unit in units]
+    before = [unit.settings.requires_sync for unit in units]
     for unit in units:
-        unit.requires_sync = False
+        unit.settings.requires_sync = False
     try:
         yield
     finally:
         for unit, requires_sync in zip(units, before, strict=True):
-            unit.requires_sync = requires_sync
+            unit.settings.requires_sync = requires_sync
 
 
 def mark_dirty(model: nn.Module) -> None:

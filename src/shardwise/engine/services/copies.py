@@ -20,16 +20,6 @@ from shardwise.engine.core.parameter import ShardedParam
 from shardwise.engine.core.state import units_in
 from shardwise.engine.core.unit import Unit
 
-_SETTINGS = (
-    "root_rule",
-    "reshard_after_forward",
-    "reshard_after_backward",
-    "requires_sync",
-    "requires_all_reduce",
-    "unshard_in_backward",
-    "divide_by",
-)
-
 
 def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit | None:
     """The unit of a copied module; None while other modules of its list are not copied yet.
@@ -50,8 +40,7 @@ def copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit | None:
         unit.num_modules,
         frozenset(id(memo[i]) for i in unit.ignored if i in memo),
     )
-    for setting in _SETTINGS:
-        setattr(new, setting, getattr(unit, setting))
+    new.take_settings(unit.settings)
     new.set_prefetch(unit.prefetch, unit.gather_limit)
     Context().take_in([new])
     memo[id(unit)] = new

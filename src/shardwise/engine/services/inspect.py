@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-from shardwise.engine.core.gradients import Reduction
+from shardwise.engine.core.reduction import Reduction
 from shardwise.engine.core.state import units_in
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.module import adopt_if_new

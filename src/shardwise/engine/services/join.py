@@ -27,11 +27,9 @@ import torch.nn as nn
 
 from shardwise.comm.phases import Wire, phase_on
 from shardwise.engine.core.context import Context
-from shardwise.engine.core.gradients import BucketGrads
-from shardwise.engine.core.route import USUAL, Route
+from shardwise.engine.core.gradients import USUAL, BucketGrads, Found, Gradients, Route
 from shardwise.engine.core.state import sharded_units, units_in
 from shardwise.engine.core.unit import Unit
-from shardwise.engine.core.unit_gradients import UnitGradients
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.module import adopt_if_new
 from shardwise.errors import EngineError
@@ -45,27 +43,25 @@ class _Shares(Route):
     more; where tokens are counted, they weigh by these already.
     """
 
-    is_usual = False
-
     def __init__(self, share: float) -> None:
         self._share = share
         self.counts = bool(share)
 
-    def put(self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor) -> None:
+    def put(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
         if self.counts:
-            grads.put(index, self._weighted(unit, grad))
+            bucket.put(self._weighted(gradients, found))
         else:
-            grads.skip(index)
+            bucket.skip(found)
 
-    def accumulate(
-        self, unit: UnitGradients, grads: BucketGrads, index: int, grad: torch.Tensor
-    ) -> None:
-        grads.accumulate(index, self._weighted(unit, grad))
+    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+        bucket.accumulate(self._weighted(gradients, found))
 
-    def _weighted(self, unit: UnitGradients, grad: torch.Tensor) -> torch.Tensor:
+    def _weighted(self, gradients: Gradients, found: Found) -> Found:
         if not self.counts:
-            return torch.zeros_like(grad)
-        return grad if unit.context.weight.is_counted else grad * self._share
+            return [(index, torch.zeros_like(grad)) for index, grad in found]
+        if gradients.weight.is_counted:
+            return found
+        return [(index, grad * self._share) for index, grad in found]
 
 
 class Join(Generic[T]):
@@ -110,7 +106,7 @@ class Join(Generic[T]):
             self._set_route(USUAL)
             return
         for unit in self._units():  # on all ranks, whether this one has a batch or not
-            if not isinstance(unit.route, _Shares) and unit.route is not USUAL:
+            if not isinstance(unit.gradients.route, _Shares) and unit.gradients.route is not USUAL:
                 raise EngineError(
                     f"{unit.name}: join() in a reproducible run; the run itself sees to ranks that "
                     "have fewer micro-batches than others"
@@ -120,8 +116,8 @@ class Join(Generic[T]):
 
     def _set_route(self, route: Route) -> None:
         for unit in self._units():
-            if unit.route is USUAL or isinstance(unit.route, _Shares):
-                unit.route = route
+            if unit.gradients.route is USUAL or isinstance(unit.gradients.route, _Shares):
+                unit.gradients.route = route
 
     def _units(self) -> list[Unit]:
         return [unit for context in self._contexts for unit in context.units]

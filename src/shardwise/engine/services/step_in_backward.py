@@ -26,7 +26,7 @@ from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
     from shardwise.engine.core.backward import BackwardPass
-    from shardwise.engine.core.gradients import Reduction
+    from shardwise.engine.core.reduction import Reduction
     from shardwise.engine.core.unit import Unit
 
 
@@ -67,7 +67,7 @@ class UnitSteps:
         if unit not in self._reducing:
             return
         self._reducing[unit] -= 1
-        if self._reducing[unit] or not unit.requires_all_reduce:
+        if self._reducing[unit] or not unit.settings.requires_all_reduce:
             return
         if unit.num_uses == 1 and unit.num_modules == 1 and not unit.is_tied:
             self._step(unit)
@@ -132,5 +132,5 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     stepper = Stepper(optimizer)
     for unit in units:
         _STEPPERS[unit] = stepper
-        unit.delivers_early = True
+        unit.gradients.delivers_early = True
         unit.mark.steps_in_backward = True

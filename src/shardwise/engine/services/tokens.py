@@ -103,12 +103,12 @@ class Tokens:
             )
         if count is not None:
             _check_weights(units)
-            if not all(unit.route.counts for unit in units):
+            if not all(unit.gradients.route.counts for unit in units):
                 count = 0.0
         self._num_tokens = None if count is None else (self._num_tokens or 0.0) + count
         self._is_accumulating = True
         context.weight.is_counted = count is not None
-        if any(unit.requires_sync for unit in units):
+        if any(unit.settings.requires_sync for unit in units):
             self.weighing(context)
 
     def weighing(self, context: Context) -> None:
@@ -123,7 +123,7 @@ class Tokens:
 
     def after_backward(self, context: Context) -> None:
         """A reduction starts the count anew."""
-        if any(unit.requires_sync for unit in context.units):
+        if any(unit.settings.requires_sync for unit in context.units):
             self.failed(context)
         context.weight.count = None
 
@@ -134,11 +134,10 @@ class Tokens:
 
 def _check_weights(units: list[Unit]) -> None:
     for unit in units:
-        if unit.route.refuses_counts:
-            raise EngineError(unit.route.refuses_counts)
-        if unit.divide_by is not None:
+        if unit.gradients.route.refuses_counts:
+            raise EngineError(unit.gradients.route.refuses_counts)
+        if (factor := unit.settings.divide_by) is not None:
             raise EngineError(
                 f"{unit.name}: global_mean() divides its gradients by the number of tokens, and "
-                f"set_gradient_divide_factor({unit.divide_by:g}) by another number; use one of the "
-                "two"
+                f"set_gradient_divide_factor({factor:g}) by another number; use one of the two"
             )

@@ -1,0 +1,31 @@
+"""What users set on a unit, by FSDP2's methods (`engine.settings`); a copy of the unit takes it
+over whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class Settings:
+    """Of one unit.
+
+    Attributes:
+        root_rule: reshard_after_forward=None: the root's own unit is kept, others are released.
+        has_own_factor: `divide_by` was given to this unit, not to one above.
+        all_reduce_hook: called with this rank's part of a sum over the shard axis.
+    """
+
+    reshard_after_forward: bool
+    reshard_after_backward: bool
+    root_rule: bool = False
+    unshard_in_backward: bool = True
+    requires_sync: bool = True
+    requires_all_reduce: bool = True
+    divide_by: float | None = None
+    has_own_factor: bool = False
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
