@@ -5,8 +5,9 @@
 
 One process with a fake process group of 8 (collectives return at once), tiny dims, so that nothing
 but Python and dispatch is left. Printed per unit and step: the plain module, shardwise, torch's
-FSDP2, the ratio (ours - plain) / (FSDP2 - plain). The three take turns, a step each, so that what
-disturbs the machine disturbs all of them; the figures are medians of processor time.
+FSDP2, the ratio (ours - plain) / (FSDP2 - plain), and in float32 the same ratio for the least that
+moves the same bytes in Python (`bare_engine.py`). All take turns, a step each, so that what disturbs
+the machine disturbs all of them; the figures are medians of processor time.
 
 The guards are part of shardwise and cannot be turned off; their share is below the noise of a step.
 So each is timed by itself, in the state in which a step finds it, times how often a step calls it
@@ -32,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
+from bare_engine import Bare
 from shardwise._torch_compat import set_versions, storage_uses
 from shardwise.bench.machine import describe
 from shardwise.comm.board import Board
@@ -91,6 +93,10 @@ def measure(num_params: int, precision: str, num_rounds: int, order_us: float) -
         "ours": ours,
         "fsdp2": sharded(torch_fully_shard, TorchPolicy(**dtypes), num_params),
     }
+    if not mixed:
+        models["bare"] = build(num_params)
+        for layer in models["bare"].children():
+            Bare(layer, layer.weights)
     for model in models.values():
         round_us(model, 2)
     rounds: dict[str, list[float]] = {name: [] for name in models}
@@ -100,11 +106,16 @@ def measure(num_params: int, precision: str, num_rounds: int, order_us: float) -
     found = {name: median(values) for name, values in rounds.items()}
     guards = time_guards(ours)
     guards["order of collectives, 3 notes and the phases' store"] = order_us
+
+    def ratio(name: str) -> float:
+        return round((found[name] - found["plain"]) / (found["fsdp2"] - found["plain"]), 3)
+
     return {
         "num_params": num_params,
         "precision": precision,
         **{f"{name}_us": round(value, 1) for name, value in found.items()},
-        "ratio": round((found["ours"] - found["plain"]) / (found["fsdp2"] - found["plain"]), 3),
+        "ratio": ratio("ours"),
+        **({} if mixed else {"bare_ratio": ratio("bare")}),
         "guards_us": round(sum(guards.values()), 1),
         "guards": {name: round(value, 2) for name, value in guards.items()},
     }
@@ -209,14 +220,17 @@ def main(argv: list[str] | None = None) -> int:
     order_us = order_check_us()
     rows = []
     began, load = time.time(), os.getloadavg()[0]
-    print(" params dtype    plain     ours    fsdp2   guards  ratio   (us per unit and step)")
+    print(
+        " params dtype    plain     ours    fsdp2   guards  ratio   bare   (us per unit and step)"
+    )
     for num_params in map(int, args.params.split(",")):
         for precision in args.precision.split(","):
             row = measure(num_params, precision, args.rounds, order_us)
             rows.append(row)
             print(
                 f"{num_params:>6} {precision:>5} {row['plain_us']:>8} {row['ours_us']:>8} "
-                f"{row['fsdp2_us']:>8} {row['guards_us']:>8} {row['ratio']:>6}"
+                f"{row['fsdp2_us']:>8} {row['guards_us']:>8} {row['ratio']:>6} "
+                f"{row.get('bare_ratio', ''):>6}"
             )
     for name, value in rows[0]["guards"].items():
         print(f"  guard, {rows[0]['num_params']} parameters: {value:>6} us  {name}")
