@@ -6,8 +6,8 @@
 One process with a fake process group of 8 (collectives return at once), tiny dims, so that nothing
 but Python and dispatch is left. Printed per unit and step: the plain module, shardwise, torch's
 FSDP2, the ratio (ours - plain) / (FSDP2 - plain), and in float32 the same ratio for the least that
-moves the same bytes in Python (`bare_engine.py`). All take turns, a step each, so that what disturbs
-the machine disturbs all of them; the figures are medians of processor time.
+moves the same bytes in Python (`bare_engine.py`). All take turns, a step each: what disturbs the
+machine disturbs all of them. The figures are medians of processor time.
 
 The guards are part of shardwise and cannot be turned off; their share is below the noise of a step.
 So each is timed by itself, in the state in which a step finds it, times how often a step calls it
