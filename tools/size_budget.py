@@ -9,9 +9,9 @@ from pathlib import Path
 # The engine, comm and layout had 17,362 lines when the kernel was begun and are to come to 0.95 of
 # that. What is above it now: moments, holds and routes are written down (400 lines) beside the
 # files that they took their conditionals from; buckets with types, a registry and one way to wait
-# serve transports of users too (550).
+# serve transports of users too (550); placements that cut rows in ways of their own (270).
 BUDGETS = {
-    "engine, comm, layout": 18_150,
+    "engine, comm, layout": 18_450,
     "checkpoint": 5_200,
     "train": 8_800,
     "bench, doctor": 3_650,

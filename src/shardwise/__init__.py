@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.engine.api import fully_shard
     from shardwise.engine.guards.finite import check_finite
     from shardwise.engine.mesh.placing import ShardPlacementResult
+    from shardwise.engine.mesh.rows import RowShard
     from shardwise.engine.module import (
         FSDPModule,
         UnshardHandle,
@@ -61,6 +62,7 @@ _HOMES = {
     "OffloadPolicy": "layout",
     "ReproducibleRun": "engine.reproducible.run",
     "ShardPlacementResult": "engine.mesh.placing",
+    "RowShard": "engine.mesh.rows",
     "ShardTensor": "engine.tensor.shard_tensor",
     "Strategy": "layout",
     "Transport": "comm.transport",
@@ -101,6 +103,7 @@ __all__ = [
     "OffloadPolicy",
     "ReproducibleRun",
     "ShardPlacementResult",
+    "RowShard",
     "ShardTensor",
     "Strategy",
     "Transport",

@@ -1,21 +1,19 @@
 """Which part of a tensor this rank holds, whoever sharded it: our tensors, torch's, plain ones.
 
-A DTensor is cut along its mesh dims from left to right, each as torch.chunk cuts. What FSDP puts
-over tensor parallelism is cut last although its mesh dim stands first; torch calls that placement
-`_StridedShard`, and the part is one box there too.
+A DTensor is cut along its mesh dims from left to right. What FSDP puts over tensor parallelism is
+cut last although its mesh dim stands first; the part is one box there too (`engine.mesh.rows`).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch_compat import local_of
 from shardwise.checkpoint.boxes import Box
+from shardwise.engine.mesh.rows import cuts_dim, own_box
 from shardwise.errors import CheckpointError
-
-_CUT_LAST = "_StridedShard"
 
 
 def local_part(tensor: Tensor, name: str) -> tuple[Tensor, Box, int | None]:
@@ -23,23 +21,14 @@ def local_part(tensor: Tensor, name: str) -> tuple[Tensor, Box, int | None]:
     if not isinstance(tensor, DTensor):
         return tensor.detach(), Box.whole(tensor.shape), None
     local = local_of(tensor).detach()
-    start, size, dims = [0] * tensor.ndim, list(tensor.shape), []
-    cuts = list(enumerate(tensor.placements))
-    for mesh_dim, placement in sorted(cuts, key=lambda c: type(c[1]).__name__ == _CUT_LAST):
-        if isinstance(placement, Replicate):
-            continue
-        if not isinstance(placement, Shard) and type(placement).__name__ != _CUT_LAST:
+    for placement in tensor.placements:
+        if cuts_dim(placement) is None and not isinstance(placement, Replicate):
             raise CheckpointError(
                 f"{name}: a tensor placed as {placement} cannot be saved or loaded; "
                 "redistribute it to Shard or Replicate first"
             )
-        dim = placement.dim  # type: ignore[attr-defined]
-        length = -(-size[dim] // tensor.device_mesh.size(mesh_dim))
-        first = min(length * tensor.device_mesh.get_local_rank(mesh_dim), size[dim])
-        start[dim] += first
-        size[dim] = min(length, size[dim] - first)
-        dims.append(dim)
-    box = Box(tuple(start), tuple(size))
+    box = Box(*own_box(tensor.shape, tensor.device_mesh, tensor.placements))
+    dims = [dim for p in tensor.placements if (dim := cuts_dim(p)) is not None]
     if tuple(local.shape) != box.size:
         raise CheckpointError(
             f"{name}: this rank holds {tuple(local.shape)}, where {tensor.placements} of "

@@ -181,7 +181,7 @@ class ExtensionBucket(BucketState):
     def check_fits(
         cls, name: str, param: nn.Parameter, shard_dim: int, mesh: ShardMesh, spread: Spread
     ) -> None:
-        if param.ndim == 0 or shard_dim or spread.whole is not None:
+        if param.ndim == 0 or shard_dim or spread.whole is not None or spread.own is not None:
             raise NotImplementedError(
                 f"{name}: a {type(param).__name__} with fsdp_pre_all_gather is cut along dim 0 and "
                 f"lies on no tensor axis, found Shard({shard_dim}) of {param.ndim} dims; leave it "

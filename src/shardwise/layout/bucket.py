@@ -78,6 +78,7 @@ class ParamSpec:
         param: torch.Tensor,
         *,
         shard_dim: int = 0,
+        cuts: Cuts | None = None,
         keeps_dtype: bool = False,
     ) -> ParamSpec:
         """That of a parameter; `shape` is that of the part which is cut."""
@@ -88,7 +89,7 @@ class ParamSpec:
             grad_dtype = grad_dtype and grad_dtype.to_real()
         keeps_dtype = keeps_dtype or is_complex
         trains = param.requires_grad
-        return cls(name, shape, dtype, trains, shard_dim, None, is_complex, keeps_dtype, grad_dtype)
+        return cls(name, shape, dtype, trains, shard_dim, cuts, is_complex, keeps_dtype, grad_dtype)
 
     @property
     def numel(self) -> int:

@@ -27,6 +27,7 @@ from shardwise.engine.tensor.shard_tensor import Mark, ShardTensor
 from shardwise.errors import EngineError
 from shardwise.layout import (
     BucketLayout,
+    Cuts,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ParamSpec,
@@ -53,13 +54,21 @@ class Found:
     keeps_dtype: bool = False  # see `goes_with_stats`
     belongings: Belongings | None = None  # of the parameter, if it was managed before
 
+    @property
+    def cuts(self) -> Cuts | None:
+        """Where its rows are cut, if not evenly."""
+        own = self.spread.own
+        if own is None:
+            return None
+        return own.cuts(self.spread.own_shape[own.dim], self.mesh.shard.size)
+
     @classmethod
     def again(cls, known: ShardedParam, held: nn.Parameter, slots: list[Slot]) -> Found:
         """A parameter that is managed already, where modules now hold `held`."""
         dim, mesh, spread = known.layout.spec.shard_dim, known.mesh, known.spread
         is_new = held.device_mesh != spread.mesh if isinstance(held, DTensor) else not spread.whole
         if is_new and not (isinstance(held, DTensor) and spread.is_gathered_form(held)):
-            spread = spread_of(known.name, held, dim, mesh)
+            spread = spread_of(known.name, held, dim, mesh, spread.own)
         belongings = known.belongings if known.is_form(held) else None
         keeps_dtype = known.layout.spec.keeps_dtype
         return cls(known.name, held, slots, dim, mesh, spread, keeps_dtype, belongings)
@@ -131,8 +140,8 @@ def find_params(
                     continue
                 if id(param) not in found:
                     full_name = f"{name}{key}"
-                    dim, mesh = place_of(full_name, param)
-                    spread = spread_of(full_name, param, dim, mesh)
+                    dim, mesh, own = place_of(full_name, param)
+                    spread = spread_of(full_name, param, dim, mesh, own)
                     keeps = goes_with_stats(param, owner._buffers)
                     found[id(param)] = Found(full_name, param, [], dim, mesh, spread, keeps)
                 slots = found[id(param)].slots
@@ -181,6 +190,7 @@ def _buckets_on(
             f.spread.own_shape,
             f.param,
             shard_dim=f.shard_dim,
+            cuts=f.cuts,
             keeps_dtype=f.keeps_dtype,
         )
         for f in found

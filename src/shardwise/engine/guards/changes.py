@@ -123,15 +123,15 @@ def _sorted_slots(
 
 def _new(unit: Unit, name: str, slot: Slot, held: nn.Parameter) -> Found:
     """A parameter that the unit does not know; what was computed from shards is one already."""
-    dim, mesh = unit.plan.place_of(name, held)
+    dim, mesh, own = unit.plan.place_of(name, held)
     if type(held) is not ShardTensor:
-        return Found(name, held, [slot], dim, mesh, spread_of(name, held, dim, mesh))
+        return Found(name, held, [slot], dim, mesh, spread_of(name, held, dim, mesh, own))
     if held.device_mesh != mesh.mesh:
         raise NotImplementedError(
             f"{name}: was computed from sharded parameters over {held.device_mesh} and added to "
             f"the unit {unit.name!r}, which shards over {mesh.mesh}; add it before fully_shard"
         )
-    return Found(name, held, [slot], dim, mesh, plain_spread(held.shape, dim, mesh))
+    return Found(name, held, [slot], dim, mesh, plain_spread(held.shape, dim, mesh, own))
 
 
 def _territory(unit: Unit, is_sharded: IsSharded) -> Iterator[tuple[str, Slot, nn.Parameter]]:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from shardwise._torch_compat import flattened_mesh, joined_mesh, strided_shard
 from shardwise.comm.transport import Axis
+from shardwise.engine.mesh.rows import RowShard
 from shardwise.layout import Cuts, DataParallelMeshDims, Lifetime, Strategy, strategy_named
 
 
@@ -46,15 +47,15 @@ class ShardMesh:
     dims: DataParallelMeshDims | None = None
     splits_replicas: bool = False
 
-    def placements(self, shard_dim: int) -> tuple[Placement, ...]:
-        """DTensor placements of a parameter that is cut along `shard_dim`."""
+    def placements(self, shard_dim: int, own: RowShard | None = None) -> tuple[Placement, ...]:
+        """DTensor placements of a parameter that is cut along `shard_dim`, or in its `own` way."""
         if not self.is_sharded:
             return (Replicate(),) * self.mesh.ndim
         if self.splits_replicas:
             parts = self.shard.size
             cut_last = Shard(shard_dim) if parts == 1 else strided_shard(shard_dim, parts)
             return (cut_last, Shard(shard_dim))
-        return (Replicate(),) * (self.mesh.ndim - 1) + (Shard(shard_dim),)
+        return (Replicate(),) * (self.mesh.ndim - 1) + (own or Shard(shard_dim),)
 
     def own_rows(self, cuts: Cuts) -> tuple[int, int]:
         """First row and number of rows of this rank's registered part."""

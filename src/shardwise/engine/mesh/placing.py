@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.engine.mesh.axes import ShardMesh, resolve_mesh, roles_of, whole_roles
+from shardwise.engine.mesh.rows import RowShard
 from shardwise.layout import Strategy
 
 
@@ -29,7 +30,14 @@ class ShardPlacementResult:
     mesh_info: Any
 
 
-Place = tuple[int, ShardMesh]
+class Place(NamedTuple):
+    """Along which dim a parameter is cut, over which mesh; `own`: if not as torch.chunk cuts."""
+
+    dim: int
+    mesh: ShardMesh
+    own: RowShard | None = None
+
+
 PlacementFn = Callable[[nn.Parameter], Any]
 
 
@@ -47,10 +55,10 @@ class Placer:
         mesh = self._mesh
         if hasattr(found, "mesh_info"):  # ours, or torch's class of the same name and fields
             mesh, found = self._mesh_of(name, found.mesh_info), found.placement
-        if found is not None and not isinstance(found, Shard):
+        if found is not None and not isinstance(found, Shard | RowShard):
             raise ValueError(
-                f"{name}: shard_placement_fn must return Shard(dim), a ShardPlacementResult or "
-                f"None, found {found!r}"
+                f"{name}: shard_placement_fn must return Shard(dim), a RowShard, a "
+                f"ShardPlacementResult or None, found {found!r}"
             )
         dim = 0 if found is None else found.dim
         positive = dim + param.ndim if dim < 0 else dim
@@ -59,7 +67,13 @@ class Placer:
                 f"Shard dim {dim} is invalid for {param.ndim}D tensor {name} of shape "
                 f"{tuple(param.shape)}"
             )
-        return positive, mesh if param.ndim else whole_roles(mesh)
+        if not param.ndim:
+            return Place(positive, whole_roles(mesh))
+        own = found if isinstance(found, RowShard) else None
+        if own is not None:
+            _check_own(name, param, own, mesh)
+            own = own if own.dim >= 0 else own.on(positive)
+        return Place(positive, mesh, own)
 
     def _mesh_of(self, name: str, info: Any) -> ShardMesh:
         known = self._meshes.get(id(info))
@@ -78,3 +92,23 @@ class Placer:
                 f"(replicate, shard) as mesh_info, found {info!r}"
             )
         return roles_of(mesh, self._strategy)
+
+
+def _check_own(name: str, param: nn.Parameter, own: RowShard, mesh: ShardMesh) -> None:
+    """What has an own way to cut, and where."""
+    if mesh.splits_replicas:
+        raise NotImplementedError(
+            f"{name}: {own} says where rows are cut over one axis, and hybrid_full_optimizer cuts "
+            "over two; use hybrid_shard, or Shard(dim)"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"{name}: {own} is for plain parameters, and this one is a DTensor over "
+            f"{param.device_mesh}; return Shard(dim)"
+        )
+    cuts = own.cuts(param.shape[own.dim], mesh.shard.size)
+    if cuts.rows != param.shape[own.dim] or cuts.world != mesh.shard.size:
+        raise ValueError(
+            f"{name}: {own} cuts {cuts.rows} rows among {cuts.world} ranks, expected "
+            f"{param.shape[own.dim]} rows among {mesh.shard.size}"
+        )

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardwise._torch_compat import (
-    is_strided_shard,
     joined_mesh,
     local_of,
     make_spec,
@@ -34,6 +33,7 @@ from shardwise._torch_compat import (
     waited_for,
 )
 from shardwise.engine.mesh.axes import ShardMesh
+from shardwise.engine.mesh.rows import RowShard, cuts_dim, part_of
 from shardwise.errors import EngineError
 
 
@@ -50,6 +50,11 @@ class Spread:
     own_shape: tuple[int, ...]
     whole: Any = None
     data_dims: frozenset[int] = frozenset()
+
+    @property
+    def own(self) -> RowShard | None:
+        """How it is cut, where not as torch.chunk does."""
+        return next((p for p in self.placements if isinstance(p, RowShard)), None)
 
     def sharded_spec(self, dtype: torch.dtype) -> Any:
         return make_spec(self.mesh, self.placements, self.shape, self.stride, dtype)
@@ -98,19 +103,23 @@ class Spread:
         return waited_for(local_of(grad))
 
 
-def spread_of(name: str, param: torch.Tensor, shard_dim: int, mesh: ShardMesh) -> Spread:
-    """The spread of a parameter that is about to be cut along `shard_dim`."""
+def spread_of(
+    name: str, param: torch.Tensor, shard_dim: int, mesh: ShardMesh, own: RowShard | None = None
+) -> Spread:
+    """The spread of a parameter that is about to be cut along `shard_dim`, or in its `own` way."""
     if mesh.spmd is not None:
         return _on_all_dims(name, param, shard_dim, mesh)
     if isinstance(param, DTensor):
         return _beside(name, param, shard_dim, mesh)
-    return plain_spread(param.shape, shard_dim, mesh)
+    return plain_spread(param.shape, shard_dim, mesh, own)
 
 
-def plain_spread(shape: torch.Size, shard_dim: int, mesh: ShardMesh) -> Spread:
+def plain_spread(
+    shape: torch.Size, shard_dim: int, mesh: ShardMesh, own: RowShard | None = None
+) -> Spread:
     """Of a plain parameter."""
     stride = torch.empty(shape, device="meta").stride()
-    return Spread(mesh.mesh, mesh.placements(shard_dim), shape, stride, tuple(shape))
+    return Spread(mesh.mesh, mesh.placements(shard_dim, own), shape, stride, tuple(shape))
 
 
 def _beside(name: str, param: DTensor, shard_dim: int, mesh: ShardMesh) -> Spread:
@@ -214,27 +223,3 @@ def _num_parts(
         if i > after and cuts_dim(placement) == dim:
             number *= mesh.size(i)
     return number
-
-
-def cuts_dim(placement: Placement) -> int | None:
-    """The dim that a placement cuts; None for one that cuts none."""
-    if isinstance(placement, Shard) or is_strided_shard(placement):
-        return placement.dim  # type: ignore[attr-defined]
-    return None
-
-
-def part_of(
-    whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> torch.Tensor:
-    """This rank's part of a full tensor, as a view: cut as torch.chunk cuts, mesh dim by mesh dim;
-    strided shards come after the dims that have cut before them.
-    """
-    dims = sorted(range(len(placements)), key=lambda i: is_strided_shard(placements[i]))
-    for i in dims:
-        dim = cuts_dim(placements[i])
-        if dim is not None:
-            rows = whole.size(dim)
-            length = -(-rows // mesh.size(i))
-            start = min(length * mesh.get_local_rank(i), rows)
-            whole = whole.narrow(dim, start, min(length, rows - start))
-    return whole

@@ -15,7 +15,7 @@ from shardwise._torch_compat import foreach_mul_, foreach_norm
 from shardwise.comm.exchange import groups_of_mesh, max_over, sum_over
 from shardwise.engine.core.state import sharded_units, units_in
 from shardwise.engine.guards.finite import check_norm
-from shardwise.engine.mesh.spread import cuts_dim
+from shardwise.engine.mesh.rows import cuts_dim
 from shardwise.engine.reproducible.norm import Rows, ordered_norm
 from shardwise.engine.reproducible.order import order_of
 

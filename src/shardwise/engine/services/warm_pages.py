@@ -5,8 +5,8 @@ activations. By default glibc maps large blocks one by one and unmaps them when 
 reuse then costs a page fault for every 4 KiB (28 MB: 12.0 ms; into pages that are there 1.4 ms).
 Raising two thresholds of malloc keeps freed memory in the heap, where the next allocation finds it.
 
-    benefit   50M decoder, 2 ranks, fp32: 16,000 to 22,000 page faults per rank and step become
-              fewer than 700; 33 of 1,124 ms processor time in one interleaved run on a busy machine
+    benefit   50M decoder, 2 ranks, fp32, beside `comm.blocks`: 13,000 to 54,000 page faults of a
+              rank's step become 0 to 900; 936 ms of its processor time 895 (medians, busy machine)
     cost      what the process has freed stays with it (up to 2 GiB at the heap's end): memory falls
               less after a peak. The peak itself stayed where it was (1,704 MiB against 1,697)
 

@@ -44,6 +44,10 @@ _ELEMENTWISE = frozenset(
 _FUSED = frozenset({"_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"})
 _CACHE: dict[Any, OpInfo] = {}
 
+# Operators with an answer of their own, see `specials`.
+Special = Callable[[Any, Any, Any], tuple[bool, Any]]
+SPECIAL: dict[Any, Special] = {}
+
 
 def op_info(func: Any) -> OpInfo:
     """Facts of one operator overload."""

@@ -44,10 +44,10 @@ from shardwise._torch_compat import (
     spec_of,
     strided_shard,
 )
-from shardwise.comm.exchange import groups_of_mesh, max_over
-from shardwise.engine.mesh.spread import part_of
+from shardwise.engine.mesh.rows import part_of
 from shardwise.engine.tensor import operators as rules
-from shardwise.engine.tensor import texts
+from shardwise.engine.tensor import own_cuts, texts
+from shardwise.engine.tensor.own_cuts import cuts_its_own_way
 from shardwise.errors import EngineError
 
 
@@ -127,7 +127,7 @@ class ShardTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        special = _SPECIAL.get(func)
+        special = rules.SPECIAL.get(func)
         if special is not None:
             done, result = special(func, args, kwargs)
             if done:
@@ -136,15 +136,17 @@ class ShardTensor(DTensor):
         if info.writes_grads_away and _drop_pending(args):
             pass
         else:
-            _settle(args)
+            settle(args)
         if info.writes:
             _finish_partial(info, args)
         if info.elementwise and rules.same_layout(args):
             result = _run_local(func, info, args, kwargs)
+        elif any(map(cuts_its_own_way, _sharded_in(args))):
+            result = _run_own_cuts(func, info, args, kwargs)
         else:
             result = _run_dtensor(func, info, args, kwargs)
         if info.is_verdict and type(result) is ShardTensor:
-            result = _finished(result)
+            result = finished(result)
         if info.writes:
             _mark_written(info, args)
         return result
@@ -166,11 +168,11 @@ class ShardTensor(DTensor):
                 f"{self.dtype}; use model.to(dtype), or replace the parameter before sharding"
             )
         if not isinstance(value, DTensor):
-            value = ShardTensor(_own_part(value.detach(), self).contiguous(), spec_of(self))
+            value = ShardTensor(own_part(value.detach(), self).contiguous(), spec_of(self))
         elif value.placements != self.placements or value.device_mesh != self.device_mesh:
             # type: ignore[attr-defined]
             value = value.detach().redistribute(self.device_mesh, self.placements)
-        _settle((self, value))
+        settle((self, value))
         self._local_tensor = local_of(value).detach()
         if self._mark is not None:
             self._mark.count += 1
@@ -187,17 +189,32 @@ class ShardTensor(DTensor):
         if self._mark is not None:
             self._mark.moved = True
 
+    # -- torch.distributed.checkpoint: a part of its own ------------------------------------------
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        if cuts_its_own_way(self):
+            return [own_cuts.write_item_of(fqn, self)]
+        return super().__create_write_items__(fqn, object)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        if cuts_its_own_way(self):
+            return [own_cuts.chunk_of(self)]
+        return super().__create_chunk_list__()
+
     # -- reading ---------------------------------------------------------------------------------
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        _settle((self,))
+        settle((self,))
         return super().to_local(grad_placements=grad_placements)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        _settle((self,))
+        settle((self,))
+        if cuts_its_own_way(self):
+            return local_of(own_cuts.joined(self))
         return super().full_tensor(grad_placements=grad_placements)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        _settle((self,))
+        settle((self,))
+        if cuts_its_own_way(self):
+            return own_cuts.joined(self).redistribute(*args, **kwargs)
         return super().redistribute(*args, **kwargs)
 
     def tolist(self) -> Any:
@@ -232,7 +249,7 @@ class ShardTensor(DTensor):
         """
         if id(self) in memo:
             return memo[id(self)]
-        _settle((self,))
+        settle((self,))
         local = local_of(self).detach().clone()
         copy = ShardTensor(local, spec_of(self), name=self._param_name)
         memo[id(self)] = copy = _like_parameter(copy, self)
@@ -242,7 +259,7 @@ class ShardTensor(DTensor):
         return copy
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        _settle((self,))
+        settle((self,))
         local = local_of(self).detach().clone()
         is_param = getattr(self, "_is_param", False)
         made_of = (local, spec_of(self), self.requires_grad, is_param, self._param_name)
@@ -297,43 +314,34 @@ _ONLY_SHARDED = {ShardTensor}
 # -- dispatch ------------------------------------------------------------------------------------
 def _run_local(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
     """Element-wise on equal layouts: the operation on the shards is the operation on the whole."""
-    out = func(*map(_locals_in, args), **rules.map_tensors(kwargs, _local_or_self))
+    out = func(*map(_locals_in, args), **rules.map_tensors(kwargs, local_or_self))
     if info.returns_nothing:
         return None
     if info.returns_written:
         return args[0]
     if isinstance(out, (list, tuple)):
-        return type(out)([_wrap_like(o, like) for o, like in zip(out, args[0], strict=True)])
-    return _wrap_like(out, rules.first_sharded(args, ShardTensor))
+        return type(out)([wrap_like(o, like) for o, like in zip(out, args[0], strict=True)])
+    return wrap_like(out, rules.first_sharded(args, ShardTensor))
 
 
 def _locals_in(arg: Any) -> Any:
     """An operator's argument with local tensors in place of sharded ones."""
     if isinstance(arg, (list, tuple)) and set(map(type, arg)) == _ONLY_SHARDED:
         return list(map(_local, arg))
-    return rules.map_tensors(arg, _local_or_self)
+    return rules.map_tensors(arg, local_or_self)
 
 
-def _local_or_self(t: torch.Tensor) -> torch.Tensor:
+def local_or_self(t: torch.Tensor) -> torch.Tensor:
     return local_of(t) if isinstance(t, DTensor) else t
 
 
-def _wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:
+def wrap_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     """`like`'s layout with the dtype of `local`."""
     if not isinstance(like, DTensor):
         return local
     spec = spec_of(like)
     if local.dtype != like.dtype:
-        spec = spec_of(
-            DTensor.from_local(
-                local,
-                spec.mesh,
-                spec.placements,
-                run_check=False,
-                shape=like.shape,
-                stride=like.stride(),
-            )
-        )
+        spec = make_spec(spec.mesh, spec.placements, like.shape, like.stride(), local.dtype)
     return ShardTensor.bare(local, spec)
 
 
@@ -346,7 +354,7 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
         if type(t) is not ShardTensor:
             return t
         if any(p.is_partial() and not rules.takes_partial(func, args, p) for p in t.placements):
-            t = _finished(t)
+            t = finished(t)
         local = local_of(t)
         if fill is not None and local.numel() == 0 and t.numel() > 0:
             local = rules.neutral(local, fill)
@@ -364,7 +372,7 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
         out = _run_whole(func, args, kwargs)
     like = spec_of(args[0]) if info.is_like and type(args[0]) is ShardTensor else None
     if rules.averages_unevenly(out, list(originals.values())):
-        out = func(*rules.map_tensors(args, _whole), **rules.map_tensors(kwargs, _whole))
+        out = func(*rules.map_tensors(args, whole_of), **rules.map_tensors(kwargs, whole_of))
     source = args[0] if info.returns_view and args and type(args[0]) is ShardTensor else None
 
     def wrap(t: torch.Tensor) -> torch.Tensor:
@@ -379,6 +387,26 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
         return _view_of(source, t, out, lambda w: func(w, *args[1:]))
 
     return rules.map_tensors(out, wrap)
+
+
+def _run_own_cuts(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
+    if own_cuts.works_on_shards(func, info) and type(args[0]) is ShardTensor:
+        out = _run_local(func, info, args, kwargs)
+        return _view_of(args[0], out, out, lambda w: w) if info.returns_view else out
+
+    def wrap(t: torch.Tensor) -> Any:
+        mesh = next(filter(cuts_its_own_way, _sharded_in(args))).device_mesh
+        spec = make_spec(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype)
+        return ShardTensor.bare(t, spec)
+
+    out = own_cuts.run_whole(func, info, args, kwargs, store, wrap)
+    if not info.returns_view or type(args[0]) is not ShardTensor:
+        return out
+
+    def view(t: Any) -> ShardTensor:
+        return _view_of(args[0], t, out, lambda w: func(w, *args[1:]))
+
+    return rules.map_tensors(out, view)
 
 
 def _may_run_whole(info: rules.OpInfo, error: RuntimeError) -> bool:
@@ -409,7 +437,7 @@ def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
         return ShardTensor(t, make_spec(mesh, replicated, t.shape, t.stride(), t.dtype))
 
     def whole(t: torch.Tensor) -> torch.Tensor:
-        return local_of(_whole(_finished(t))) if type(t) is ShardTensor else _local_or_self(t)
+        return local_of(whole_of(finished(t))) if type(t) is ShardTensor else local_or_self(t)
 
     out = func(*rules.map_tensors(args, whole), **rules.map_tensors(kwargs, whole))
     return rules.map_tensors(out, wrap)
@@ -438,22 +466,24 @@ def _writer(
     local, spec = local_of(view), spec_of(view)
 
     def write_back() -> None:
-        whole = local_of(_whole(source)).clone()
-        cut(whole).copy_(local_of(_whole(new_dtensor(DTensor, local, spec))))
-        _store(source, whole)
+        whole = local_of(whole_of(source)).clone()
+        cut(whole).copy_(local_of(whole_of(new_dtensor(DTensor, local, spec))))
+        store(source, whole)
 
     return write_back
 
 
 def _with_rows(args: Any) -> Any:
     lacking = any(rules.has_empty_part(t) for t in _sharded_in(args))
-    return rules.map_tensors(args, _whole) if lacking else args
+    return rules.map_tensors(args, whole_of) if lacking else args
 
 
-def _whole(t: torch.Tensor) -> torch.Tensor:
+def whole_of(t: torch.Tensor) -> torch.Tensor:
     """All of it on every rank, as a plain DTensor."""
     if not isinstance(t, DTensor):
         return t
+    if cuts_its_own_way(t):
+        return own_cuts.joined(t)
     plain = new_dtensor(DTensor, local_of(t), spec_of(t))
     return plain.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
 
@@ -469,7 +499,7 @@ def _finish_partial(info: rules.OpInfo, args: Any) -> None:
             repoint(target, local_of(whole), spec_of(whole))
 
 
-def _finished(t: ShardTensor) -> ShardTensor:
+def finished(t: ShardTensor) -> ShardTensor:
     """`t` without partial placements (a collective where it has some)."""
     if not any(p.is_partial() for p in t.placements):
         return t
@@ -489,10 +519,10 @@ def _mark_written(info: rules.OpInfo, args: Any) -> None:
             continue
         for t in target if isinstance(target, (list, tuple)) else (target,):
             if type(t) is ShardTensor:
-                _written(t)
+                written(t)
 
 
-def _written(t: ShardTensor) -> None:
+def written(t: ShardTensor) -> None:
     if t._mark is not None:
         t._mark.count += 1
     if t._write_back is not None:
@@ -509,7 +539,7 @@ def _sharded_in(args: Any) -> Iterator[ShardTensor]:
                     yield item
 
 
-def _settle(args: Any) -> None:
+def settle(args: Any) -> None:
     for arg in args:
         if type(arg) is ShardTensor:
             if arg._pending is not None:
@@ -534,154 +564,15 @@ def _drop_pending(args: Any) -> bool:
     return dropped
 
 
-# -- operations with an answer of their own ------------------------------------------------------
-Special = Callable[[Any, Any, Any], tuple[bool, Any]]
-
-
-def _item(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    (t,) = args
-    _settle(args)
-    if any(not p.is_replicate() for p in t.placements):
-        t = t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
-    return True, func(local_of(t))
-
-
-def _stack(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Numbers of tensors on several meshes side by side, as clipping does with norms; DTensor
-    takes one mesh. Finished numbers are the same everywhere, so the largest mesh may hold them.
-    """
-    numbers = args[0]
-    if any(type(t) is not ShardTensor or t.ndim for t in numbers):
-        return False, None
-    meshes = {t.device_mesh: t.device_mesh.size() for t in numbers}
-    if len(meshes) == 1:
-        return False, None
-    mesh = max(meshes, key=meshes.__getitem__)
-    whole = func([local_of(_finished(t)) for t in numbers])
-    placements = (Replicate(),) * mesh.ndim
-    spec = make_spec(mesh, placements, whole.shape, whole.stride(), whole.dtype)
-    return True, ShardTensor(whole, spec)
-
-
-def _random_fill(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Every rank draws the whole tensor and keeps its part: any world size draws the numbers of
-    one process.
-    """
-    target = args[0]
-    if type(target) is not ShardTensor or local_of(target).is_meta:
-        return False, None
-    local = local_of(target)
-    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-    func(whole, *args[1:], **kwargs)
-    _store(target, whole)
-    return True, target
-
-
-def _random_like(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    source = args[0]
-    if type(source) is not ShardTensor or local_of(source).is_meta:
-        return False, None
-    dtype = kwargs.get("dtype") or source.dtype
-    whole = torch.empty(source.shape, dtype=dtype, device=local_of(source).device)
-    whole = func(whole, *args[1:], **kwargs)
-    return True, _wrap_like(_own_part(whole, source).contiguous(), source)
-
-
-def _copy(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """`copy_` of a plain tensor of the full shape: every rank keeps its part."""
-    target, source = args[0], args[1]
-    if type(target) is not ShardTensor or isinstance(source, DTensor) or local_of(target).is_meta:
-        return False, None
-    if source.shape != target.shape:
-        source = source.expand(target.shape)
-    _store(target, source)
-    return True, target
-
-
-def _set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """`set_` to a tensor of the same shape, by which parametrizations are removed: its values."""
-    target, source = args
-    if type(target) is not ShardTensor or source.shape != target.shape:
-        return False, None
-    target.copy_(source)
-    return True, target
-
-
-def _eye(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """`nn.init.eye_`: every rank keeps its part of the unit matrix."""
-    target = kwargs["out"]
-    if type(target) is not ShardTensor or local_of(target).is_meta:
-        return False, None
-    _store(target, torch.eye(*args, dtype=target.dtype, device=local_of(target).device))
-    return True, target
-
-
-def _masked_set(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """`t[mask] = scalar` with a mask that lies like `t` (Rprop): every rank sets its own part.
-
-    A tensor without dims is whole on every rank, and torch turns its mask into plain indices.
-    """
-    target, indices, values = args[0], args[1], args[2]
-    if type(target) is not ShardTensor:
-        return False, None
-    masks = [i for i in indices if i is not None]
-    plain = not any(isinstance(t, DTensor) for t in (*masks, values))
-    if plain and all(p.is_replicate() for p in target.placements):
-        _settle(args)
-        local_of(target).index_put_(indices, values)
-        _written(target)
-        return True, target
-    if plain and not local_of(target).is_meta:
-        _settle(args)
-        whole = local_of(_whole(target)).clone()
-        whole.index_put_(indices, values, *args[3:])
-        _store(target, whole)
-        return True, target
-    if len(masks) != 1 or masks[0].dtype != torch.bool:
-        return False, None
-    if values.ndim or isinstance(values, DTensor) or masks[0].shape != target.shape:
-        return False, None
-    if not isinstance(masks[0], DTensor) or not rules.same_layout((target, masks[0])):
-        return False, None
-    _settle(args)
-    local_of(target).masked_fill_(local_of(masks[0]), values)
-    _written(target)
-    return True, target
-
-
-def _store(target: ShardTensor, whole: torch.Tensor) -> None:
+def store(target: ShardTensor, whole: torch.Tensor) -> None:
     if target._pending is not None:
         target._pending.drop()
-    local_of(target).copy_(_own_part(whole, target))
-    _written(target)
+    local_of(target).copy_(own_part(whole, target))
+    written(target)
 
 
-def _own_part(whole: torch.Tensor, like: ShardTensor) -> torch.Tensor:
+def own_part(whole: torch.Tensor, like: ShardTensor) -> torch.Tensor:
     """This rank's part of `whole`, a view; `distribute_tensor` copies, and meta init would hold a
     large parameter twice.
     """
     return part_of(whole, like.device_mesh, like.placements)
-
-
-def _unscale(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """`GradScaler`: an inf on one rank makes all ranks of the mesh, replicas too, skip the step."""
-    grads, found_inf, inv_scale = args
-    _settle((grads,))
-    found = _local_or_self(found_inf)
-    func([_local_or_self(g) for g in grads], found, _local_or_self(inv_scale))
-    for mesh in dict.fromkeys(g.device_mesh for g in grads if isinstance(g, DTensor)):
-        max_over(found, groups_of_mesh(mesh), "all_reduce of whether gradients are finite")
-    return True, None
-
-
-_SPECIAL: dict[Any, Special] = {
-    torch.ops.aten._local_scalar_dense.default: _item,
-    torch.ops.aten.copy_.default: _copy,
-    torch.ops.aten.stack.default: _stack,
-    torch.ops.aten.set_.source_Tensor: _set,
-    torch.ops.aten.index_put_.default: _masked_set,
-    torch.ops.aten.eye.m_out: _eye,
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    **dict.fromkeys(rules.RANDOM_FILLS, _random_fill),
-    **dict.fromkeys(rules.RANDOM_LIKES, _random_like),
-}
