@@ -35,6 +35,7 @@ from shardwise.engine.core.state import (
     units_in,
 )
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.upkeep import catch_up, refresh
 from shardwise.engine.guards.audit import (
     check_filled,
     check_owned,
@@ -140,12 +141,12 @@ class FSDPModule(UnitSettings):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`to`, `to_empty`, `float`, ...: work on the shards, then pick up what they became."""
         unit = unit_of(self)
-        unit.catch_up(check_ties=False)
+        catch_up(unit, check_ties=False)
         unit.reshard()
         on_meta = meta_tensors(cast(nn.Module, self))
         out = super()._apply(*args, **kwargs)  # type: ignore[misc]
         mark_unfilled(on_meta)
-        unit.refresh(check_ties=False)
+        refresh(unit, check_ties=False)
         return out
 
     @torch.inference_mode(False)
@@ -288,7 +289,7 @@ def adopt(root: nn.Module) -> None:
             state.is_known = True  # another module of its list was called before
         for unit in units:
             if _is_at_rest(unit):
-                unit.catch_up()
+                catch_up(unit)
         _name_parameters(root)
         _check_materialized(root)
         _check_owned(root, root_state.unit.context)
@@ -301,7 +302,7 @@ def adopt(root: nn.Module) -> None:
     named: set[int] = set()
     for name, module, state in below:
         if _is_at_rest(state.unit):
-            state.unit.refresh()
+            refresh(state.unit)
         if id(state.unit) not in named:
             named.add(id(state.unit))
             state.unit.is_root = module is root

@@ -39,6 +39,7 @@ from shardwise.comm.transport import Bucket, Handle
 from shardwise.engine.core.bucket import BucketState, checked_local
 from shardwise.engine.core.parameter import ShardedParam
 from shardwise.engine.core.stages import grouped_mesh
+from shardwise.engine.core.upkeep import owner_of
 from shardwise.engine.mesh.axes import ShardMesh
 from shardwise.engine.mesh.spread import Spread
 from shardwise.errors import DivergenceError, EngineError
@@ -331,7 +332,7 @@ class ExtensionBucket(BucketState):
         ref = self._owners.get(param.name)
         owner = ref() if ref is not None else None
         if owner is None:
-            owner = self.unit().owner_of(param)
+            owner = owner_of(self.unit(), param)
             self._owners[param.name] = weakref.ref(owner)
         return owner
 

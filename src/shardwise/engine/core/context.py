@@ -30,6 +30,7 @@ from shardwise.engine.core.guests import end_of_call
 from shardwise.engine.core.moments import Moments
 from shardwise.engine.core.stages import bring_up_to_date
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.upkeep import refresh
 from shardwise.engine.core.weight import Weight
 from shardwise.errors import EngineError
 
@@ -115,7 +116,7 @@ class Context:
             wire.end_stale_backward()
         for unit in self.units:
             if unit.mark.moved or not unit.is_registered():
-                unit.refresh()  # before the phase, whose fence tells the peers of new buffers
+                refresh(unit)  # before the phase, whose fence tells the peers of new buffers
         has_grad = torch.is_grad_enabled()
         self.is_alone = not has_grad and all(map(_serves_alone, self.units))
         if self.is_alone:

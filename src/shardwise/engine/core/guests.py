@@ -3,7 +3,7 @@
 They belong to the user, for one call: fast weights of meta-learning, an ensemble's members, an
 average. The forward uses them, gradients go to them alone, and the engine only sees to it that
 registering its own forms does not push them out. Any other tensor that is found in a parameter's
-place was put there for good, and its values are taken over (`Unit.refresh`).
+place was put there for good, and its values are taken over (`upkeep.refresh`).
 
 Sharded tensors that need a gradient are refused: the engine would have to gather them in a way that
 autograd can follow. Those that need none are taken over, and the parameters afterwards again.

@@ -32,7 +32,7 @@ from shardwise.comm.choose import ANYWHERE
 from shardwise.comm.phases import Wire, phase_on
 from shardwise.comm.streams import Streams
 from shardwise.comm.transport import Handle, Transport
-from shardwise.engine.core.build import Found, Plan, Tie, build_buckets, check_tie
+from shardwise.engine.core.build import Found, Plan, Tie, build_buckets
 from shardwise.engine.core.copy import (
     BACKWARD,
     CLEAN,
@@ -45,10 +45,10 @@ from shardwise.engine.core.copy import (
     FullCopy,
 )
 from shardwise.engine.core.gradients import BucketGrads, Gradients
-from shardwise.engine.core.guests import guests_of, take_back
-from shardwise.engine.core.parameter import ShardedParam, Slot
+from shardwise.engine.core.parameter import ShardedParam
 from shardwise.engine.core.settings import Settings
 from shardwise.engine.core.stages import Stage
+from shardwise.engine.core.upkeep import admit_guests, forget_dead_slots, rebuild, refresh
 from shardwise.engine.tensor.shard_tensor import Mark
 from shardwise.errors import EngineError
 from shardwise.layout import Lifetime
@@ -94,7 +94,7 @@ class Unit:
             reshard_after_backward=strategy.lifetime is not Lifetime.CLEAN,
         )
         self.gradients = Gradients(self.settings, streams)
-        self._build(found)
+        self.build(found)
         self.context: Context  # set when a context takes the unit in
 
         self.keeps_between_steps = strategy.lifetime is Lifetime.CLEAN
@@ -114,7 +114,7 @@ class Unit:
         self.borrowers: list[weakref.ref[Unit]] = []  # where parameters of this one are used
         self._num_users = 0  # tied units that run now and need this one gathered
 
-    def _build(self, found: list[Found]) -> None:
+    def build(self, found: list[Found]) -> None:
         self.buckets = build_buckets(self.name, found, self.plan, self.mark)
         ref = self.ref
         for bucket in self.buckets:
@@ -221,92 +221,6 @@ class Unit:
         """True when the modules hold this unit's parameters, in whatever form."""
         return all(map(_is_registered, self.buckets))
 
-    def refresh(self, *, check_ties: bool = True) -> None:
-        """Pick up parameters that were moved, cast or replaced since; does nothing when none
-        was. `check_ties` is False after `_apply`, which replaces tied parameters one by one.
-        """
-        self.admit_guests()
-        if not all(b.is_current() for b in self.buckets):
-            for param in self.params if check_ties else ():
-                check_tie(param)
-            self._rebuild()
-
-    def admit_guests(self) -> None:
-        """Leave alone what `functional_call` has put in the place of parameters."""
-        for bucket in self.buckets:
-            if bucket.left:
-                take_back(bucket)
-            bucket.guests = guests_of(bucket)
-
-    def _rebuild(self) -> None:
-        """Lay out and move what the modules hold now."""
-        found = []
-        for param in self.params:
-            slot = next((s for s in param.slots if s[0].get(s[1]) is not None), None)
-            if slot is not None:  # else no module has it any more
-                found.append(Found.again(param, self.held_in(slot, param), param.slots))
-        on_meta = {f.param.is_meta for f in found}
-        if len(on_meta) > 1:
-            return  # half of them are materialised; the other half follows
-        self.lay_out(found)
-
-    def held_in(self, slot: Slot, param: ShardedParam) -> nn.Parameter:
-        """What was put in the place of a parameter for good, or else the parameter."""
-        held = slot[0][slot[1]]
-        is_lent = any(guest.is_in(slot) for bucket in self.buckets for guest in bucket.guests)
-        return param.sharded if is_lent or param.is_form(held) else held
-
-    def lay_out(self, found: list[Found]) -> None:
-        """Manage `found` from now on, in new buffers."""
-        self.forget_dead_slots()
-        self.gradients.agree_on_flags()
-        if any(g.has_partial for g in self.gradients.buckets):
-            self.settle_partials()  # what was added up lies in the old layout
-        if self.copy.is_there:
-            self.reshard()
-        self.gradients.route.failed()  # what it has collected does not fit the new layout
-        self.mark.count += 1
-        self.mark.moved = False
-        before = [(param.full, param.sharded) for param in self.params]
-        guests = [guest for bucket in self.buckets for guest in bucket.guests]
-        self._build(found)
-        for guest in guests:
-            guest.rest()
-        if guests:
-            self.admit_guests()
-        now = {id(param.sharded): param for param in self.params}
-        for full, sharded in before:  # an optimizer may hold the gathered form of before
-            if full is not None and id(sharded) in now:
-                now[id(sharded)].settle_home(full)
-
-    def owner_of(self, param: ShardedParam) -> nn.Module:
-        """The module that holds a parameter."""
-        roots = [root for ref in self.modules if (root := ref()) is not None]
-        for module in (m for root in roots for m in root.modules()):
-            if any(held is module._parameters for held, _ in param.slots):
-                return module
-        raise EngineError(
-            f"{param.name}: no module of the unit {self.name!r} holds it any more; call "
-            "fully_shard after the model has got its final modules"
-        )
-
-    def forget_dead_slots(self) -> None:
-        """Leave alone what modules do not have any more: registering would bring it back."""
-        for bucket in self.buckets:
-            if bucket.left:
-                take_back(bucket)
-            for param in bucket.params:
-                slots = [s for s in param.slots if s[0].get(s[1]) is not None]
-                if len(slots) != len(param.slots):
-                    param.slots = slots
-                    bucket.forget_places()
-
-    def catch_up(self, *, check_ties: bool = True) -> None:
-        """Take what was put in the place of a parameter before registering would undo it."""
-        self.forget_dead_slots()
-        if not self.is_registered():
-            self.refresh(check_ties=check_ties)
-
     def take_settings(self, settings: Settings) -> None:
         """Those of the unit that this one is a copy of."""
         self.settings = self.gradients.settings = replace(settings)
@@ -318,7 +232,7 @@ class Unit:
             self.transport = self.plan.transport
             self.set_prefetch(self.prefetch, self.gather_limit)
             self.reshard()
-            self._rebuild()
+            rebuild(self)
         self.custom_comms[kind] = comm
         self._tell_transport()
 
@@ -419,7 +333,7 @@ class Unit:
         With `assign=True` the modules of a list are loaded one after the other: what the first was
         given is left alone when the next one's turn comes.
         """
-        self.forget_dead_slots()
+        forget_dead_slots(self)
         self.gradients.agree_on_flags()
         if self.wires[0].depth == 0 and self.is_registered():
             kept = self.is_kept_by_wish and self.copy.is_there and self.copy.is_current
@@ -430,7 +344,7 @@ class Unit:
 
     def start_user_unshard(self) -> None:
         if self.mark.moved:
-            self.refresh()
+            refresh(self)
         if self.context.is_alone and self.serves_alone:
             return
         self.copy.holds |= USER
@@ -459,7 +373,7 @@ class Unit:
         if self.context.depth > 1:  # the outermost call has looked at all units before
             for unit in (self, *self._tied_to):
                 if not all(map(_is_registered, unit.buckets)):
-                    unit.admit_guests()
+                    admit_guests(unit)
         self._make_usable()
         self.gradients.watch()
         self._modules_run += 1
@@ -487,8 +401,11 @@ class Unit:
         """The state between forward and backward."""
         self._modules_run = 0
         self._check_unwritten()
-        if self._num_users or functorch_transform() is not None:
+        if functorch_transform() is not None:
+            self.is_awaited = False
             return  # tangents, which no hook of ours can follow, may still need the full copy
+        if self._num_users:
+            return
         # Where no output needs a gradient no backward comes, whatever the mode: a frozen teacher.
         copy, has_grad = self.copy, torch.is_grad_enabled() and self.is_awaited
         self.is_awaited = False

@@ -29,6 +29,7 @@ from shardwise._torch_compat import in_functional_call
 from shardwise.engine.core.build import Found, Tie, check_tie, own_modules
 from shardwise.engine.core.parameter import ShardedParam, Slot, home_of
 from shardwise.engine.core.unit import Unit
+from shardwise.engine.core.upkeep import admit_guests, forget_dead_slots, held_in, lay_out
 from shardwise.engine.guards.audit import synchronize
 from shardwise.engine.mesh.spread import plain_spread, spread_of
 from shardwise.engine.tensor.shard_tensor import ShardTensor
@@ -62,14 +63,14 @@ def take_in_changes(unit: Unit, units: list[Unit], is_sharded: IsSharded) -> boo
     """Let a unit at rest manage what its modules hold now. True when that was something new. Its
     root has `units`. What `functional_call` has put into a slot that any of them knows is not new.
     """
-    unit.forget_dead_slots()
-    unit.admit_guests()
+    forget_dead_slots(unit)
+    admit_guests(unit)
     known, new, ties = _sorted_slots(unit, units, is_sharded)
     found = []
     for param in unit.params:
         slots = known.get(param) or _slots_of_replacement(param)
         if slots:
-            found.append(Found.again(param, unit.held_in(slots[0], param), slots))
+            found.append(Found.again(param, held_in(unit, slots[0], param), slots))
     before = {(id(s[0]), s[1]) for p in unit.params for s in p.slots}
     after = {(id(s[0]), s[1]) for f in found for s in f.slots}
     if not new and not ties and before == after and len(found) == len(unit.params):
@@ -81,7 +82,7 @@ def take_in_changes(unit: Unit, units: list[Unit], is_sharded: IsSharded) -> boo
     for axes in dict.fromkeys(f.mesh.axes for f in whole):
         alike = [f for f in whole if f.mesh.axes == axes]
         synchronize([(f.name, f.param) for f in alike], alike[0].mesh)
-    unit.lay_out([*found, *new])
+    lay_out(unit, [*found, *new])
     unit.tie(ties)
     return True
 
@@ -104,7 +105,7 @@ def _sorted_slots(
         if home is not None and home in unit.params and (is_call or home.is_form(held)):
             known.setdefault(home, []).append(slot)
         elif (id(slot[0]), slot[1]) in replaced or id(held) in unit.ignored:
-            continue  # another tensor under a known name: `Unit.refresh` takes it
+            continue  # another tensor under a known name: `upkeep.refresh` takes it
         elif home is not None:
             if all(s[0] is not slot[0] or s[1] != slot[1] for s in home.slots):
                 ties.append((home, slot))
