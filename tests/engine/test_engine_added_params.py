@@ -284,6 +284,31 @@ def test_replaced_parameters_survive_what_comes_before_the_forward(rank: int, wo
                 assert "extra" in name or (local(p) == 2).all(), (strategy, then, name)
 
 
+@on_ranks(2)
+def test_a_weight_that_is_set_around_an_unshard_is_not_lost(rank: int, world: int) -> None:
+    """By assignment or straight into `_parameters`, before `unshard()` or before `reshard()`."""
+    for strategy in STRATEGIES:
+        for straight in (False, True):
+            for before in (False, True):
+                what = f"{strategy} straight={straight} before={before}"
+                model = shard(blocks(), mesh=line(world), strategy=strategy)
+                train(model, 0)
+                inner, new = model.layers[0], nn.Parameter(torch.full((8, 8), 5.0))
+                layer = inner[0]
+                if not before:
+                    inner.unshard()
+                if straight:
+                    layer._parameters["weight"] = new
+                else:
+                    layer.weight = new
+                if before:
+                    inner.unshard()
+                    assert (layer.weight == 5).all(), what
+                inner.reshard()
+                assert (local(layer.weight) == 5).all(), what
+                train(model, 2)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

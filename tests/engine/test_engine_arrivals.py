@@ -15,19 +15,20 @@ from engine_kit import STRATEGIES, TRANSPORTS, Mlp, Setting, batch, loss_of, mak
 import shardwise as sw
 from ranks import on_ranks
 from shardwise.engine.core import arrivals
+from shardwise.engine.core.backward import BackwardPass
 from shardwise.engine.core.unit import Unit
 
 
 def heard(patch: Any) -> list[str]:
     """Names of parameters whose gradients the engine takes one by one, from here on."""
     names: list[str] = []
-    arrived = Unit.arrived
+    arrived = BackwardPass.gradient_arrived
 
-    def note(self: Unit, grads: Any, index: int) -> bool:
-        names.append(grads.state.params[index].name)
-        return arrived(self, grads, index)
+    def note(self: BackwardPass, unit: Unit, grads: Any, indices: tuple[int]) -> None:
+        names.extend(grads.state.params[i].name for i in indices)
+        arrived(self, unit, grads, indices)
 
-    patch.setattr(Unit, "arrived", note)
+    patch.setattr(BackwardPass, "gradient_arrived", note)
     return names
 
 

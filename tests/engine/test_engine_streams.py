@@ -61,7 +61,7 @@ def recorded(model: Any) -> RecordingStreams:
 
     for unit in units_in(model):
         assert isinstance(unit.streams, NoStreams)
-        unit.streams = unit.copy.streams = streams
+        unit.streams = unit.copy.streams = unit.gradients.streams = streams
     for i, layer in enumerate(model.layers):
         layer.register_forward_hook(lambda *_, i=i: streams.calls.append(f"run L{i}"))
         layer.register_forward_pre_hook(lambda _, args, i=i: watch(args[0], f"back L{i}"))

@@ -23,7 +23,7 @@ from shardwise.engine.core import moments
 from shardwise.engine.core.backward import BackwardPass
 from shardwise.engine.core.context import Context
 from shardwise.engine.core.copy import OTHERS
-from shardwise.engine.core.gradients import USUAL, BucketGrads, Found, Gradients, Route
+from shardwise.engine.core.gradients import USUAL, BucketGrads, Gradients, Route, Taken
 from shardwise.engine.core.state import unit_of, units_in
 from shardwise.engine.core.unit import Unit
 
@@ -151,10 +151,10 @@ def test_a_hold_from_outside(rank: int, world: int) -> None:
 class Halved(Route):
     """Gradients of a unit weigh half, in and between reductions. A power of two rounds nothing."""
 
-    def put(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+    def put(self, gradients: Gradients, bucket: BucketGrads, found: Taken) -> None:
         super().put(gradients, bucket, [(index, grad * 0.5) for index, grad in found])
 
-    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Taken) -> None:
         super().accumulate(gradients, bucket, [(index, grad * 0.5) for index, grad in found])
 
 

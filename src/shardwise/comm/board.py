@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +29,7 @@ from shardwise.errors import PeerTimeoutError, TransportError
 
 STALL_S = 2.0  # a wait this long is told to the others
 ANSWER_S = 5.0  # a store that takes longer is stopped or gone
+_ENDING_S = 1.0  # a process that is killed closes its sockets before it counts as ended
 _NOTHING = "?"
 _SHOWN = 64  # ranks in one text
 _TROUBLES = {"ended": "has ended", "stopped": "is stopped, by a signal or a debugger"}
@@ -166,10 +168,15 @@ def check_lives(board: Board, ranks: Iterable[int], what: str) -> None:
 def ended_ranks(ranks: Iterable[int]) -> str:
     """What to say about a broken connection: which of these ranks have ended, as far as is known
     here."""
-    board, found = default_board(), []
+    board, found, processes = default_board(), [], []
     with contextlib.suppress(TransportError):
         processes = [(r, board.process_of(r)) for r in ranks] if board is not None else []
+    look_until = time.monotonic() + _ENDING_S
+    while processes and not found:
         found = [f"rank {r} (process {p.pid})" for r, p in processes if p and p.state == "ended"]
+        if found or time.monotonic() > look_until:
+            break
+        time.sleep(0.02)
     if found:
         return (
             f"{' and '.join(found)} {'have' if len(found) > 1 else 'has'} ended: read there first."

@@ -120,6 +120,7 @@ class FSDPModule(UnitSettings):
         """Register the sharded parameters and free the gathered ones."""
         unit = unit_of(self)
         unit.gradients.agree_on_flags()
+        catch_up(unit)
         unit.reshard()
 
     # -- nn.Module and state ---------------------------------------------------------------------

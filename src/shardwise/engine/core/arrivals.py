@@ -47,7 +47,7 @@ _not_heard: Hook = deque(maxlen=0).append  # does nothing, without leaving C
 
 
 class Arrivals:
-    """Of one bucket. Hooks hold nothing, so a model that is deleted frees its memory at once."""
+    """Of one bucket. Hooks hold nothing: they keep no deleted model alive."""
 
     def __init__(self, state: BucketState) -> None:
         self._state = state

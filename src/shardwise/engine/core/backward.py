@@ -4,8 +4,10 @@ Signs of it, in any order: the gradient of a unit's output is there (`pre_backwa
 gradient is in its accumulator (`gradient_arrived`), a forward runs again (activation
 checkpointing). Reduction of a unit is issued when its last gradient has arrived and all units
 behind it in the forward order have issued theirs; what is incomplete then (parameters that the
-loss did not reach) is flushed at the end. Release of a unit waits for the next `pre_backward`: the
-gradient of the next unit's output is complete only when everything inside this unit has run.
+loss did not reach) is flushed at the end. A unit is released when the gradient of its only input is
+there, or else by the next `pre_backward`: the gradient of the next unit's output is complete only
+when everything inside this unit has run. Where some parameters are frozen, a complete unit may have
+more to run, and the end of the backward releases it.
 
 One loss can reach several models (policy and reward, generator and discriminator), each with a
 context of its own; their units may share a mesh, and with it the phases of its transport. So their
@@ -77,7 +79,7 @@ class BackwardPass:
             # create_graph: the graph under construction saves the full parameters.
             self.creates_graph = True
             unit.copy.holds |= GRAPH
-        self._collect_of_all_but(unit)
+        self._collect_previous(unit)
         if unit not in self.touched:
             self.touched[unit] = None
             for tell in self.moments.reached:
@@ -91,7 +93,7 @@ class BackwardPass:
 
     def recomputing(self, unit: Unit) -> None:
         """A checkpointed forward runs again; units whose backward is over make room for it."""
-        self._collect_of_all_but(unit)
+        self._collect_previous(unit)
         self._release_done(unit)
 
     def input_done(self, unit: Unit) -> None:
@@ -105,11 +107,11 @@ class BackwardPass:
             return  # one that is under way around this unit, or beside it, still needs it
         unit.rest_after_backward()
 
-    def gradient_arrived(self, unit: Unit, grads: BucketGrads, own: tuple[int]) -> None:
+    def gradient_arrived(self, unit: Unit, grads: BucketGrads, indices: tuple[int]) -> None:
         """A full gradient is in its accumulator."""
         self.watch_end()
         self.touched.setdefault(unit)
-        if unit.gradients.arrived(grads, own):
+        if unit.gradients.arrived(grads, indices):
             self.complete(unit)
 
     def complete(self, unit: Unit) -> None:
@@ -128,7 +130,7 @@ class BackwardPass:
                     unit.rest_after_backward()
 
     def _be_quiet(self, unit: Unit) -> None:
-        """From its first gradient on; until the unit is complete, or the backward over."""
+        """From its first output gradient on; until the unit is complete, or the backward over."""
         self._recent = unit
         if unit not in self._quiet:
             self._quiet[unit] = None
@@ -141,8 +143,8 @@ class BackwardPass:
             for grads in unit.gradients.buckets:
                 grads.arrivals.be_heard()
 
-    def _collect_of_all_but(self, unit: Unit) -> None:
-        """What is computed from here on is this unit's."""
+    def _collect_previous(self, unit: Unit) -> None:
+        """What is computed from here on is this unit's: look at the one before."""
         recent = self._recent
         if recent is not None and recent is not unit:
             self._collect(recent)

@@ -6,7 +6,7 @@ of its own over the same storage, so its version counter is its own and autograd
 stay valid while the storage is emptied and filled again. A released parameter must never be read:
 some kernels crash on it. So the version counters move with the state,
 
-    gathered: base + 2 * writes        released: base + 2 * writes + 1
+    gathered: 2 * writes to the unit        released: 2 * writes + 1
 
 and autograd refuses, with a Python error, to unpack a parameter that is released now, or that was
 written since.

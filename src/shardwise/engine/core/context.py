@@ -1,8 +1,9 @@
 """A context: the units under one root, and the forward passes through them.
 
-The root is whoever is called first from outside; at its first call it takes in the units of all
-modules below it, names them, and checks what can be checked before anything is trained. Nesting is
-dynamic: `depth` counts engine calls, the outermost one enters and leaves the transports' phases.
+The root is whoever is called first from outside; at its first call `engine.module` makes a context,
+which takes in the units of all modules below it, names them, and checks what can be checked before
+anything is trained. Nesting is dynamic: `depth` counts engine calls, the outermost one enters and
+leaves the transports' phases.
 
 `order` holds the units whose forward ran with gradients and whose backward is still to come, in
 the order of their first call. Reductions are issued in the reverse order, whatever the order in
@@ -48,7 +49,7 @@ def contexts() -> list[Context]:
 
 class Context:
     """See the module docstring. Units are held weakly: they belong to their modules, and a model
-    that is deleted frees its memory at once, also before the backward of its last forward.
+    that is deleted frees its memory at once, unless a loss is alive whose graph goes through it.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Context:
             if before is not None:
                 self.may_hold |= before.may_hold
                 self.moments.take_over(before.moments)
-            self.keeps_some |= unit.keeps_between_steps or unit.is_kept_by_wish
+            self.keeps_some |= unit.keeps_between_steps or unit.may_stay_without_grad
             unit.context, unit.gradients.weight = self, self.weight
             if all(ref() is not unit for ref in self._units):
                 self._units.append(weakref.ref(unit))
@@ -168,7 +169,7 @@ class Context:
             for unit in self.units
             if unit.transports
             and unit.copy.needs_gather
-            and (unit.keeps_between_steps or unit.is_kept_by_wish)
+            and (unit.keeps_between_steps or unit.may_stay_without_grad)
             and not (has_grad and unit.transport.is_ordered)  # else all ranks run the same
         ]
         for unit in missing:

@@ -5,7 +5,8 @@
     stale       some rank has: the next forward gathers again. Backwards never do, they use the
                 copy that their forward used
 
-Whoever needs the copy takes a hold by the reason (`take`, `drop`). When a forward or a backward is
+Whoever needs the copy takes a hold by the reason: `take` and `drop` from outside, the kernel writes
+the bits. They are not counted: each reason has one holder. When a forward or a backward is
 over, its own holds go, and the unit settles: memory goes when no hold is left. While a hold of use
 is taken, modules show full parameters; holds of memory leave shards in their place. A write to the
 shards, `reshard()` and a new layout end every copy, whoever holds it.
@@ -13,7 +14,8 @@ shards, `reshard()` and a new layout end every copy, whoever holds it.
     of use      BACKWARD  from the first sign of the unit's backward, until that is over
                 GRAPH     create_graph: the graph under construction saves full parameters
                 UNSEEN    no hook reaches what the last forward returned
-                USER      `unshard()`, until `reshard()` or the next forward with gradients
+                USER      `unshard()`, until `reshard()`, the next forward with gradients, or the
+                          end of a backward
                 PASS      the strategy, or a setting, keeps it between passes
     of memory   WISH      forwards without gradients find it again: the user has asked to keep it
                 CLEAN     the strategy keeps it until somebody writes to the shards

@@ -29,7 +29,7 @@ from shardwise.engine.core.tally import Tally
 from shardwise.engine.core.weight import Scale, Weight
 from shardwise.layout import ReduceLayout, layout_reduce
 
-Found = list[tuple[int, torch.Tensor]]  # gradients, by the index of their parameter
+Taken = list[tuple[int, torch.Tensor]]  # gradients, by the index of their parameter
 
 # What is asked of all parameters, or buckets, is asked by one `map`, which stays in C.
 _trains = attrgetter("full.requires_grad")
@@ -144,9 +144,9 @@ class BucketGrads:
             return not self._awaited
         return self.arrived == self._awaited
 
-    def take_out(self, indices: Iterable[int]) -> Found:
+    def take_out(self, indices: Iterable[int]) -> Taken:
         """What is in the accumulators of some full parameters, as reductions take it."""
-        found: Found = []
+        found: Taken = []
         told, creates_graph = 0, torch.is_grad_enabled()
         for i in indices:
             param = self.state.params[i]
@@ -166,7 +166,7 @@ class BucketGrads:
         self.tally.num_told += len(found)
         return found
 
-    def put(self, found: Found) -> None:
+    def put(self, found: Taken) -> None:
         """Gradients go into the reduction that is open."""
         assert self.buffer is not None
         put, positions, there = self.buffer.put, self._position, 0
@@ -186,13 +186,13 @@ class BucketGrads:
             "change it between steps"
         )
 
-    def skip(self, found: Found) -> None:
+    def skip(self, found: Taken) -> None:
         """Gradients that count as absent; the reduction is open."""
         for index, _ in found:
             self.arrived |= 1 << index
         self.tally.num_taken += len(found)
 
-    def accumulate(self, found: Found) -> None:
+    def accumulate(self, found: Taken) -> None:
         """Gradients that are not to be reduced yet are added up on this rank."""
         for index, grad in found:
             self.state.params[index].add_partial(
@@ -298,7 +298,7 @@ class Route:
     counts = True  # this rank's gradients are part of the sum
     refuses_counts = ""  # why gradients cannot be divided by a count, if they cannot
 
-    def take(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+    def take(self, gradients: Gradients, bucket: BucketGrads, found: Taken) -> None:
         """Full gradients have arrived."""
         if not gradients.settings.requires_sync:
             self.accumulate(gradients, bucket, found)
@@ -307,11 +307,11 @@ class Route:
             bucket.open(gradients.scale(bucket))
         self.put(gradients, bucket, found)
 
-    def put(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+    def put(self, gradients: Gradients, bucket: BucketGrads, found: Taken) -> None:
         """Full gradients are to go into the reduction that is open."""
         bucket.put(found)
 
-    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Taken) -> None:
         """Full gradients are to be added up on this rank."""
         bucket.accumulate(found)
 

@@ -12,21 +12,23 @@ A listener is any object with methods that are named like moments; it hears of t
     released(unit)             the copy has gone
     after_forward(context)     an outermost forward is over, its phase is not left yet
     before_backward(backward)  a backward has entered its phase
-    reached(unit)              the first sign of a unit's backward
-    computing_backward(unit)   its full parameters are there, its backward computes next
+    reached(unit)              the first gradient of an output of it is there, and none of its
+                               parameters has got one before
+    computing_backward(unit)   its backward computes next, once for each output; its full parameters
+                               are there, unless the user has switched that off
     issued(unit, reductions)   its reductions are on their way
-    delivered(unit)            the sum of one of them is in `.grad`, or kept
-    ending(backward)           all sums are delivered, on all ranks
+    delivered(unit)            the sum of one of its buckets is in `.grad`, or kept
+    ending(backward)           its sums are delivered on this rank; again where backwards nest
     after_backward(context)    everything is at rest, the phase is not left yet
     ended(backward)            control is the user's again: who complains holds up no peer
     failed(context)            an exception ended a pass; units go to rest next
     weighing(context)          gradients are reduced outside of a backward
 
 A forward that kept copies serve alone has no phase, and is told like others; one that runs again
-inside a backward is told as `called` only. Listeners never steer the kernel by what they return;
-they may call it (gather ahead, step a unit, set a weight). An exception in one is an exception in
-the pass. They are told in the order in which they were registered: `rings` lists those that come
-with the engine.
+inside a backward is told as `called`, with what is gathered and released for it. Listeners never
+steer the kernel by what they return; they may call it (gather ahead, step a unit, set a weight). An
+exception in one is an exception in the pass. They are told in the order in which they were
+registered: `rings` lists those that come with the engine.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def register(maker: Callable[[], Any]) -> None:
 class Moments:
     """Of one context: for each moment, the bound methods to call."""
 
-    __slots__ = ("_guests", "_own", *NAMES)
+    __slots__ = ("_added", "_own", *NAMES)
 
     before_forward: Tell
     called: Tell
@@ -93,27 +95,27 @@ class Moments:
 
     def __init__(self) -> None:
         self._own = [maker() for maker in _makers]
-        self._guests: list[Any] = []  # that came later: they follow the units to another context
+        self._added: list[Any] = []  # later: they follow the units to another context
         self._bind()
 
     def add(self, listener: Any) -> None:
         """Tell one more, after the others."""
-        self._guests.append(listener)
+        self._added.append(listener)
         self._bind()
 
     def remove(self, listener: Any) -> None:
-        self._guests = [guest for guest in self._guests if guest is not listener]
+        self._added = [guest for guest in self._added if guest is not listener]
         self._bind()
 
     def take_over(self, other: Moments) -> None:
         """Units come from another context: who listened there listens here."""
-        new = [g for g in other._guests if all(g is not known for known in self._guests)]
+        new = [g for g in other._added if all(g is not known for known in self._added)]
         if new:
-            self._guests += new
+            self._added += new
             self._bind()
 
     def _bind(self) -> None:
-        listeners = (*self._own, *self._guests)
+        listeners = (*self._own, *self._added)
         for name in NAMES:
             tell = (getattr(listener, name, None) for listener in listeners)
             setattr(self, name, tuple(method for method in tell if method is not None))

@@ -17,7 +17,7 @@ class Settings:
     Attributes:
         root_rule: reshard_after_forward=None: the root's own unit is kept, others are released.
         has_own_factor: `divide_by` was given to this unit, not to one above.
-        all_reduce_hook: called with this rank's part of a sum over the shard axis.
+        all_reduce_hook: called with this rank's part of a sum, behind the last all-reduce.
     """
 
     reshard_after_forward: bool

@@ -3,7 +3,7 @@
 Kept where things happen, by those who do them, so that one that forgets does not agree with the
 others:
 
-    told        autograd's hook: a gradient is in the accumulator            (mask of parameters)
+    told        a gradient was found in an accumulator, by hook or look      (mask of parameters)
     num_told    ... how often
     num_taken   a gradient went into a reduction or a partial sum            (how often)
     waiting     ... into a reduction that was not issued yet                 (mask)

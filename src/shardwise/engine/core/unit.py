@@ -164,8 +164,8 @@ class Unit:
     def set_prefetch(self, enabled: bool | None, gather_limit: int | None = None) -> None:
         """`enabled`: None for where it pays; `gather_limit`: bytes that prefetching may reach.
 
-        `overlaps` says whether collectives run beside computing, so that it pays to issue them
-        early.
+        `overlaps` says whether collectives run beside computing: then gathers are issued early, and
+        more than one reduction may be in flight.
         """
         self.prefetch, self.gather_limit = enabled, gather_limit
         wanted = self.streams.is_async if enabled is None else enabled
@@ -195,8 +195,8 @@ class Unit:
         return not (self.settings.reshard_after_forward or self.settings.root_rule)
 
     @property
-    def is_kept_by_wish(self) -> bool:
-        """Forwards without gradients leave its copy there, because the user said so."""
+    def may_stay_without_grad(self) -> bool:
+        """Forwards without gradients leave its copy there, by wish, setting or strategy."""
         return bool(self.copy.holds & USER) or self.is_kept_by_setting
 
     @property
@@ -336,14 +336,14 @@ class Unit:
         forget_dead_slots(self)
         self.gradients.agree_on_flags()
         if self.wires[0].depth == 0 and self.is_registered():
-            kept = self.is_kept_by_wish and self.copy.is_there and self.copy.is_current
+            kept = self.may_stay_without_grad and self.copy.is_there and self.copy.is_current
             if self.keeps_between_steps or kept:
                 self.copy.show_shards()
             else:
                 self.reshard()
 
     def start_user_unshard(self) -> None:
-        if self.mark.moved:
+        if self.mark.moved or not self.is_registered():
             refresh(self)
         if self.context.is_alone and self.serves_alone:
             return
@@ -411,7 +411,7 @@ class Unit:
         self.is_awaited = False
         copy.holds &= ~PASS
         if not has_grad:
-            copy.holds |= WISH if self.is_kept_by_wish else 0
+            copy.holds |= WISH if self.may_stay_without_grad else 0
         else:
             if copy.holds & USER and not any(bucket.guests for bucket in self.buckets):
                 copy.holds &= ~USER  # else `functional_call` puts back the full parameters it found
@@ -513,7 +513,7 @@ class Unit:
     def show_shards(self, *, keep: bool = False) -> None:
         """Behind an exception, whatever was to follow."""
         self._drop_parts()
-        is_kept = self.keeps_between_steps or (keep and self.is_kept_by_wish)
+        is_kept = self.keeps_between_steps or (keep and self.may_stay_without_grad)
         self.copy.holds &= ~PASSING | (USER | WISH if is_kept else 0)
         if is_kept:
             self.copy.show_shards()

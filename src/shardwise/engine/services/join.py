@@ -27,7 +27,7 @@ import torch.nn as nn
 
 from shardwise.comm.phases import Wire, phase_on
 from shardwise.engine.core.context import Context
-from shardwise.engine.core.gradients import USUAL, BucketGrads, Found, Gradients, Route
+from shardwise.engine.core.gradients import USUAL, BucketGrads, Gradients, Route, Taken
 from shardwise.engine.core.state import sharded_units, units_in
 from shardwise.engine.core.unit import Unit
 from shardwise.engine.mesh.axes import ShardMesh
@@ -47,16 +47,16 @@ class _Shares(Route):
         self._share = share
         self.counts = bool(share)
 
-    def put(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+    def put(self, gradients: Gradients, bucket: BucketGrads, found: Taken) -> None:
         if self.counts:
             bucket.put(self._weighted(gradients, found))
         else:
             bucket.skip(found)
 
-    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Found) -> None:
+    def accumulate(self, gradients: Gradients, bucket: BucketGrads, found: Taken) -> None:
         bucket.accumulate(self._weighted(gradients, found))
 
-    def _weighted(self, gradients: Gradients, found: Found) -> Found:
+    def _weighted(self, gradients: Gradients, found: Taken) -> Taken:
         if not self.counts:
             return [(index, torch.zeros_like(grad)) for index, grad in found]
         if gradients.weight.is_counted:
