@@ -9,10 +9,10 @@ from shardwise.train.text.files import Place, RecordError
 from shardwise.train.text.spans import ChatEncoder, TextEncoder
 
 PLACE = Place(__file__, 7)
-# Turns whose earlier answers lose what stands before "|" once the chat goes on.
+# Turns whose earlier answers lose what stands on other lines once the chat goes on.
 FORGETFUL = CHATML.replace(
     "m['content']",
-    "(m['content'] if loop.last or m['role'] != 'assistant' else m['content'].split('|')[-1])",
+    "(m['content'] if loop.last or m['role'] != 'assistant' else m['content'].split('\n')[-1])",
 )
 
 
@@ -76,10 +76,10 @@ def test_tool_messages_are_read_and_not_trained(folder):
 
 
 def test_a_template_that_changes_earlier_answers_is_refused(folder):
-    tokenizer, found = encode(folder, FORGETFUL, chat("Hi", "thought|Hello"))
-    assert trained_texts(tokenizer, found[0]) == ["thought|Hello<e>"]  # one turn it tells
+    tokenizer, found = encode(folder, FORGETFUL, chat("Hi", "thought\nHello"))
+    assert trained_texts(tokenizer, found[0]) == ["thought\nHello<e>"]  # one turn it tells
     with pytest.raises(ConfigError, match=r"does not tell.*otherwise.*generation"):
-        encode(folder, FORGETFUL, chat("Hi", "thought|Hello", "and?", "no"))
+        encode(folder, FORGETFUL, chat("Hi", "thought\nHello", "and?", "no"))
 
 
 def test_a_template_without_a_prompt_for_generation_is_refused(folder):
@@ -127,6 +127,14 @@ def test_a_template_without_the_role_system_names_the_way_out(folder):
     assert isinstance(found, RecordError)
     assert "System role not supported" in str(found)
     assert 'data.system = "merge"' in str(found)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marks"])
+def test_a_template_that_drops_texts_is_refused(folder, template):
+    """Those for images take parts of a list only."""
+    deaf = template.replace("m['content']", "(m['content'] if m['content'] is not string else '')")
+    with pytest.raises(ConfigError, match=r"leaves out the text of message 1"):
+        encode(folder, deaf, chat("Hi", "Hello"))
 
 
 def test_texts_end_with_the_end_token_and_are_trained_whole(folder):

@@ -28,6 +28,7 @@ from shardwise.train.text.files import Place, RecordError
 from shardwise.train.text.messages import Message
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_END = 24  # characters
 _REMEDY = (
     "use a template that marks the assistant's part with {% generation %} ... {% endgeneration %} "
     "(data.chat_template = FILE)"
@@ -105,6 +106,7 @@ class ChatEncoder:
             return error
         tokens = np.array(made["input_ids"], dtype=np.int64)
         trained = np.array(made["assistant_masks"], dtype=bool)
+        _check_kept(place, chat, self._render(place, chat, tokenize=False))
         if not trained.any():
             raise ConfigError(f"data.chat_template: {place}: its marks hold no token of this chat")
         return Encoded(tokens, trained)
@@ -127,6 +129,7 @@ class ChatEncoder:
 
     def _rendered(self, place: Place, chat: list[Message]) -> _Rendered:
         whole = self._render(place, chat, tokenize=False)
+        _check_kept(place, chat, whole)
         answers = []
         for at, message in enumerate(chat):
             if message["role"] != "assistant":
@@ -176,6 +179,19 @@ class _Rendered:
     @property
     def texts(self) -> list[str]:
         return [self.whole, *(text for pair in self.answers for text in pair)]
+
+
+def _check_kept(place: Place, chat: list[Message], whole: str) -> None:
+    """Templates of models that see images take a text only as a part of a list, and leave out
+    others without a word. The ends are looked for: what was thought before them may be left out."""
+    for number, message in enumerate(chat, start=1):
+        *_, end = message["content"].strip().splitlines() or [""]
+        end = end[-_END:]
+        if message["role"] in ("user", "assistant") and end not in whole:
+            raise ConfigError(
+                f"data.chat_template: {place}: the chat template leaves out the text of message "
+                f"{number}; give one for texts (data.chat_template = FILE)"
+            )
 
 
 def _cannot_tell(place: Place, why: str) -> ConfigError:
