@@ -27,6 +27,7 @@ TINY = {
     "optim.warmup_steps": 2,
     "checkpoint.every": 0,
     "log.every": 1000,
+    "log.trackers": "none",
 }
 
 

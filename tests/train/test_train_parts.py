@@ -89,8 +89,8 @@ def show(stream, monkeypatch):
 def test_console_prints_plain_lines_into_files(monkeypatch):
     end = "norm 2.00  lr 1.00e-01  1,234 tokens/s"
     assert show(io.StringIO(), monkeypatch).splitlines() == [
-        f"step 2/4  loss 1.5000  accuracy 0.2500  {end}",
-        f"step 3/4  loss 1.5000  accuracy 0.2500  val_loss 1.2500  {end}",
+        f"step 2/4  loss 1.5000  accuracy 0.2500  {end}  eta 0:00:00",
+        f"step 3/4  loss 1.5000  accuracy 0.2500  val_loss 1.2500  {end}  eta 0:00:00",
         f"step 4/4  loss 1.5000  accuracy 0.2500  {end}",
         "end",
     ]

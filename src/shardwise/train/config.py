@@ -143,6 +143,8 @@ class TrainConfig:
     """Steps between evaluations on the held-out part (and after the last step); 0: never."""
     eval_samples: int = 128
     """Held-out sequences per evaluation, evenly spread over the held-out part."""
+    patience: int = 0
+    """Evaluations without a lower val_loss after which the run ends; 0: it never ends early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,8 @@ class CheckpointConfig:
     """Steps between copies in memory, from which a restart goes on without the disk; 0: none."""
     keep: int = 2
     """How many complete checkpoints stay; 0: all."""
+    best: bool = False
+    """Keep the one of the lowest val_loss too."""
     resume: str = "auto"
     """auto: continue the run directory; off: refuse one with checkpoints; or the path of one."""
     background: bool = False
@@ -234,6 +238,14 @@ class CheckpointConfig:
 class LogConfig:
     every: int = 10
     """Steps between console lines where there is no progress bar."""
+    trackers: tuple[str, ...] = ("auto",)
+    """tensorboard, figure (loss.png), wandb, mlflow, trackio; auto: the first two; none."""
+    samples: tuple[str, ...] = ()
+    """Prompts that the model continues at each evaluation, likeliest tokens first; for kind hf."""
+    sample_tokens: int = 32
+    """Tokens of each continuation."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps that torch.profiler traces, into profile/."""
 
 
 @dataclass(frozen=True, slots=True)

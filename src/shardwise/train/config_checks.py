@@ -29,6 +29,7 @@ from shardwise.train.config import (
 )
 from shardwise.train.optimizer_keys import takes
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
+from shardwise.train.trackers import tracker_problem
 
 
 def ineffective(config: Config) -> dict[str, tuple[str, str]]:
@@ -52,6 +53,11 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
             found[f"lora.{key}"] = "lora.rank", "is 0"
     if config.train.eval_every == 0:
         found["train.eval_samples"] = "train.eval_every", "is 0"
+        wanted = {"train.patience": config.train.patience, "log.samples": config.log.samples}
+        wanted["checkpoint.best"] = config.checkpoint.best
+        found |= {key: ("train.eval_every", "is 0") for key, value in wanted.items() if value}
+    if not config.log.samples:
+        found["log.sample_tokens"] = "log.samples", "is empty"
     return found | _ineffective_of_optim(config.optim)
 
 
@@ -102,6 +108,8 @@ _AT_LEAST: dict[str, float | None] = {
     "checkpoint.memory_every": 0,
     "checkpoint.keep": 0,
     "log.every": 1,
+    "log.sample_tokens": 1,
+    "train.patience": 0,
 }
 
 
@@ -134,6 +142,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
     if isinstance(config.shard.unit, int) and config.shard.unit < 1:
         found.append(("shard.unit", f"{config.shard.unit} bytes is not a size"))
     found += text_problems(config)
+    found += _log_problems(config)
     found += _strategy_problems(config)
     found += _memory_problems(config)
     if config.run.reproducible == "any_world":
@@ -179,6 +188,18 @@ def _lora_problems(config: Config) -> list[tuple[str, str]]:
     if not lora.targets:
         return [("lora.targets", "is empty; use all-linear, or name modules")]
     return [("lora.dropout", f"{lora.dropout} is not below 1")] if lora.dropout >= 1 else []
+
+
+def _log_problems(config: Config) -> list[tuple[str, str]]:
+    found = []
+    if why := tracker_problem(config.log.trackers):
+        found.append(("log.trackers", why))
+    if config.log.samples and not isinstance(config.model, HFModelConfig):
+        text = f"needs model.kind = 'hf', with a tokenizer; it is {config.model.kind!r}"
+        found.append(("log.samples", text))
+    if any(step < 1 for step in config.log.profile_steps):
+        found.append(("log.profile_steps", f"{list(config.log.profile_steps)} has a step below 1"))
+    return found
 
 
 def _strategy_problems(config: Config) -> list[tuple[str, str]]:

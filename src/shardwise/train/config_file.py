@@ -310,7 +310,8 @@ def _from_text(text: str, hint: Any) -> Any:
     takes_list = get_origin(hint) is tuple or any(get_origin(h) is tuple for h in get_args(hint))
     if isinstance(value, str) and (get_origin(hint) is tuple or (takes_list and "," in text)):
         return [_toml_or_text(part.strip()) for part in text.split(",")]
-    return value
+    is_list = get_origin(hint) is tuple and get_args(hint)[-1] is Ellipsis
+    return [value] if is_list and not isinstance(value, list) else value
 
 
 _NO_MATCH = object()

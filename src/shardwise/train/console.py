@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import sys
+import time
 from typing import Any
 
 
@@ -11,6 +13,7 @@ class Console:
 
     def __init__(self, *, total_steps: int, line_every: int, silent: bool) -> None:
         self._total, self._every, self._silent = total_steps, line_every, silent
+        self._began: tuple[int, float] | None = None  # step and time
         self._progress: Any = None
         self._task: Any = None
 
@@ -23,6 +26,7 @@ class Console:
             print(text, flush=True)
 
     def start(self, step: int) -> None:
+        self._began = step, time.monotonic()
         if self._silent or not sys.stdout.isatty():
             return
         from rich.progress import (
@@ -66,10 +70,21 @@ class Console:
             self._progress = None
 
     def _line(self, row: dict[str, Any]) -> str:
-        return f"step {row['step']:>{len(str(self._total))}}/{self._total}  {_short(row)}"
+        left = self._left(row["step"])
+        return f"step {row['step']:>{len(str(self._total))}}/{self._total}  {_short(row)}{left}"
+
+    def _left(self, step: int) -> str:
+        """The time that the rest takes at the speed so far, evaluations and saves included."""
+        if self._began is None or step <= self._began[0] or step >= self._total:
+            return ""
+        spent_s = time.monotonic() - self._began[1]
+        left_s = spent_s / (step - self._began[0]) * (self._total - step)
+        return f"  eta {datetime.timedelta(seconds=round(left_s))}"
 
 
-_NOT_OF_THE_MODEL = {"step", "loss", "grad_norm", "lr", "epoch", "step_time_s", "peak_memory_bytes"}
+_NOT_OF_THE_MODEL = {
+    "step", "loss", "grad_norm", "lr", "epoch", "step_time_s", "peak_memory_bytes", "mfu",
+}  # fmt: skip
 
 
 def _short(row: dict[str, Any]) -> str:
@@ -77,11 +92,15 @@ def _short(row: dict[str, Any]) -> str:
 
 
 def _parts(row: dict[str, Any]) -> list[str]:
-    """The losses, what else the model logs, then norm, rate and speed."""
+    """The losses, what else the model logs, then norm, rate, memory and speed."""
     others = [k for k in row if k not in _NOT_OF_THE_MODEL and not k.endswith("_per_s")]
     parts = [f"{name} {row[name]:.4f}" for name in ["loss", *others]]
     if "grad_norm" in row:  # not known where units step in the backward
         parts.append(f"norm {row['grad_norm']:.2f}")
     parts.append(f"lr {row['lr']:.2e}")
+    if "peak_memory_bytes" in row:  # of the rank that has most
+        parts.append(f"mem {row['peak_memory_bytes'] / 2**30:.2f} GiB")
+    if "mfu" in row:
+        parts.append(f"mfu {row['mfu']:.1%}")
     parts += [f"{row[k]:,.0f} {k[:-6]}/s" for k in row if k.endswith("_per_s")]
     return parts

@@ -80,8 +80,8 @@ class _AsTyped:
 
     _NAMES: ClassVar = {
         "{True,False}": "{true,false}",
-        "(default: True)": "(default: true)",
-        "(default: False)": "(default: false)",
+        "True)": "true)",  # of a default, which may stand on the next line
+        "False)": "false)",
         "--max_restarts": "--max-restarts",
         "--min_ranks": "--min-ranks",
     }

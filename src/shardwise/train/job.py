@@ -3,6 +3,8 @@ first write."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import shardwise
@@ -14,21 +16,24 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
 from shardwise.errors import TrainingError
 from shardwise.train import numerics
+from shardwise.train.best import Best
 from shardwise.train.config import Config, HFModelConfig, resolved_strategy
 from shardwise.train.config_checks import world_problems
-from shardwise.train.config_file import LoadedConfig, config_as_toml
+from shardwise.train.config_file import LoadedConfig, config_as_dict, config_as_toml
 from shardwise.train.console import Console
-from shardwise.train.data import open_data
+from shardwise.train.data import Data, open_data
 from shardwise.train.loop import run_steps
 from shardwise.train.memory import find_copies, keep_copies
-from shardwise.train.metrics import MetricsFile
+from shardwise.train.metrics import MetricsFile, read_metrics
 from shardwise.train.model import build_model, fill, model_notes, shard
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.running import Job
+from shardwise.train.speed import device_peak, flops_per_token
 from shardwise.train.stop import StopRequest
 from shardwise.train.text.check import check_packing, check_sizes
+from shardwise.train.trackers import Run, Trackers
 
 
 def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest) -> None:
@@ -70,6 +75,7 @@ def _run(job: Job, notes: list[str]) -> None:
         job.console.stop()
         if job.metrics is not None:
             job.metrics.close()
+        job.trackers.close()
     job.console.say(f"{end} ({job.config.run.dir})")
 
 
@@ -96,6 +102,7 @@ def build_job(
     numerics.check_data(config, data, ranks)
     model = ranks.on_each(lambda: build_model(config, search_dir))
     ranks.on_each(lambda: check_sizes(data, model))
+    ranks.on_each(lambda: _check_held_out(loaded, data))
     manager = CheckpointManager(
         run_dir.checkpoints,
         ranks,
@@ -133,7 +140,15 @@ def build_job(
                 "(dropout) start anew, everything else continues"
             )
     notes += check_packing(config, data, model, ranks, device)
+    tokenizer = ranks.on_each(lambda: _tokenizer_of_samples(config))
+    best = ranks.on_rank0(lambda: _best_so_far(run_dir, step))
     ranks.on_rank0(lambda: _open_run_dir(config, run_dir))
+    console = Console(
+        total_steps=config.train.steps, line_every=config.log.every, silent=ranks.rank != 0
+    )
+    trackers = Trackers(console.say)
+    if ranks.rank == 0:
+        trackers.open(config.log.trackers, Run(run_dir.path, step, config_as_dict(config)))
     job = Job(
         config=config,
         ranks=ranks,
@@ -144,16 +159,51 @@ def build_job(
         checkpoints=manager,
         copies=keep_copies(config, run_dir, ranks, copies),
         metrics=MetricsFile(run_dir.metrics_file, step) if ranks.rank == 0 else None,
-        console=Console(
-            total_steps=config.train.steps, line_every=config.log.every, silent=ranks.rank != 0
-        ),
+        console=console,
         stop=stop,
+        trackers=trackers,
+        best=best,
+        best_checkpoints=CheckpointManager(run_dir.best, ranks, keep=1)
+        if config.checkpoint.best
+        else None,
+        tokenizer=tokenizer,
+        mfu_per_hz=_mfu_per_hz(config, data, model, device, ranks),
         step=step,
         position=position,
         loss=loss,
         saved_step=step if copies is None else 0,
     )
     return job, notes
+
+
+def _check_held_out(loaded: LoadedConfig, data: Data) -> None:
+    config = loaded.config
+    wanted = {"train.patience": config.train.patience, "checkpoint.best": config.checkpoint.best}
+    for key in (key for key, value in wanted.items() if value and data.held_out is None):
+        raise loaded.error(key, "goes by val_loss, but the data has no held-out part")
+
+
+def _tokenizer_of_samples(config: Config) -> Any:
+    if not config.log.samples:
+        return None
+    from shardwise.train.text.tokenizer import find_tokenizer, load_tokenizer
+
+    return load_tokenizer(find_tokenizer(config), needs_template=False)
+
+
+def _best_so_far(run_dir: RunDir, step: int) -> Best:
+    return Best.of_rows(r for r in read_metrics(run_dir.metrics_file) if r["step"] <= step)
+
+
+def _mfu_per_hz(
+    config: Config, data: Data, model: torch.nn.Module, device: torch.device, ranks: Ranks
+) -> float | None:
+    """A step's share of what all devices compute in a second; None where that is not known."""
+    peak = device_peak(device, config.shard.param_dtype)
+    if peak is None or data.unit == "sample":
+        return None
+    tokens = config.train.global_batch * data.units_per_sample
+    return flops_per_token(model) * tokens / (peak * ranks.world_size)
 
 
 def _open_run_dir(config: Config, run_dir: RunDir) -> None:

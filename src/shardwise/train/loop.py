@@ -30,7 +30,10 @@ from shardwise.train.config_file import config_as_dict
 from shardwise.train.evaluation import evaluate
 from shardwise.train.loss.weights import weigh_in_tree, weigh_on_ranks
 from shardwise.train.order import Int64Array, SampleOrder
+from shardwise.train.profiling import profiled
+from shardwise.train.run_dir import RunDir
 from shardwise.train.running import Job, forward
+from shardwise.train.sampling import sample_texts
 from shardwise.train.schedule import learning_rate, set_learning_rate
 
 # Takes one optimizer step: its row for metrics.jsonl, and what asked the job to stop (or nothing).
@@ -61,14 +64,20 @@ def stepping(job: Job) -> Iterator[Step]:
 
 def _steps(job: Job, step: Step) -> str:
     config, first_step = job.config, job.step + 1
-    while job.step < config.train.steps:
-        row, stopped = step()
+    patience, run_dir = config.train.patience, RunDir(config)
+    while job.step < config.train.steps and not job.best.has_lost(patience):
+        with profiled(job.step + 1, config.log.profile_steps, run_dir.profile, job.ranks.rank):
+            row, stopped = step()
         last = job.step == config.train.steps
-        if _due(config.train.eval_every, job.step, last) and job.data.held_out is not None:
+        evaluates = _due(config.train.eval_every, job.step, last)
+        is_best = False
+        if evaluates and job.data.held_out is not None:
             row.update(evaluate(job, job.data.held_out))
-        if job.metrics is not None:
-            job.metrics.write(row)
-        job.console.step(row)
+            is_best = job.best.take(job.step, row["val_loss"])
+            last |= job.best.has_lost(patience)
+        _report(job, row)
+        if evaluates and job.tokenizer is not None:
+            _show_samples(job)
         saves = last or bool(stopped) or _due(config.checkpoint.every, job.step)
         # The first copy shows whether there is room; a step that is on disk needs none.
         copies = job.step == first_step or _due(config.checkpoint.memory_every, job.step)
@@ -76,6 +85,8 @@ def _steps(job: Job, step: Step) -> str:
             save(job)
         elif job.step == first_step and config.checkpoint.rehearsal:
             job.checkpoints.rehearse(job.step, job.model, job.optimizer, extra=_extra(job))
+        if is_best and job.best_checkpoints is not None:
+            job.best_checkpoints.save(job.step, job.model, job.optimizer, extra=_extra(job))
         if copies and (not saves or config.checkpoint.background):
             copy_to_memory(job)
         if stopped and not last:
@@ -84,7 +95,23 @@ def _steps(job: Job, step: Step) -> str:
     if job.saved_step < job.step:  # went on from memory and had no step left to take
         save(job)
     job.checkpoints.close()
+    if job.best.has_lost(patience):
+        return f"ended early after step {job.step}: {job.best}"
     return f"finished step {job.step}"
+
+
+def _report(job: Job, row: dict[str, Any]) -> None:
+    """A step's row, to all who show or keep it."""
+    if job.metrics is not None:
+        job.metrics.write(row)
+    job.console.step(row)
+    job.trackers.numbers(row)
+
+
+def _show_samples(job: Job) -> None:
+    for prompt, text in sample_texts(job, job.tokenizer):
+        job.console.say(f"> {prompt}\n  {text}")
+        job.trackers.text(job.step, "sample", f"> {prompt}\n\n{text}")
 
 
 def _due(every: int, step: int, last: bool = False) -> bool:
@@ -134,6 +161,8 @@ def _train_step(
         "step_time_s": elapsed_s,
         "peak_memory_bytes": int(table[:, 1].max()),
     }
+    if job.mfu_per_hz is not None:
+        row["mfu"] = job.mfu_per_hz / elapsed_s
     return row, (job.stop.by or "another rank") if table[:, 0].any() else ""
 
 

@@ -31,7 +31,9 @@ class RunDir:
         self.config_file = self.path / "config.toml"
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        self.best = self.path / "best"
         self.model = self.path / "model"
+        self.profile = self.path / "profile"
         self._descriptor: int | None = None
 
     def check(self) -> None:

@@ -12,12 +12,14 @@ from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.memory import MemoryCopies
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import ConfigError
+from shardwise.train.best import Best
 from shardwise.train.calling import outputs_of
 from shardwise.train.config import Config
 from shardwise.train.console import Console
 from shardwise.train.data import Data
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.stop import StopRequest
+from shardwise.train.trackers import Trackers
 
 
 @dataclass(slots=True)
@@ -36,6 +38,11 @@ class Job:
     metrics: MetricsFile | None
     console: Console
     stop: StopRequest
+    trackers: Trackers
+    best: Best
+    best_checkpoints: CheckpointManager | None
+    tokenizer: Any = None  # of `log.samples`
+    mfu_per_hz: float | None = None  # a step's share of the device's arithmetic, times its seconds
     step: int = 0
     position: int = 0
     loss: float | None = None  # of the step before
