@@ -173,6 +173,15 @@ def test_a_sharded_directory_that_is_damaged(case: str, tmp_path: Path) -> None:
     assert re.search(expected, text), text
 
 
+def test_learned_places_hold_one_token_more(tmp_path: Path) -> None:
+    path = make_directory("gpt2", tmp_path / "model")
+    text = refused(path, data__seq_len="64")
+    assert "one token more than 64" in text
+    assert "use at most 63" in text
+    values = {**JOB, "model.path": str(path), "data.seq_len": "63", "run.device": "cpu"}
+    build_model(load_config(None, [(k, str(v).lower()) for k, v in values.items()]).config, None)
+
+
 def test_what_is_not_there(tmp_path: Path) -> None:
     text = refused(tmp_path / "nothing")
     assert "no such directory or configuration file" in text

@@ -25,7 +25,7 @@ from shardwise.train.data import Data, open_data
 from shardwise.train.loop import run_steps
 from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile, read_metrics
-from shardwise.train.model import build_model, fill, model_notes, shard
+from shardwise.train.model import build_model, fill, memory_notes, model_notes, shard
 from shardwise.train.optimizer import build_optimizer
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
@@ -115,6 +115,7 @@ def build_job(
     if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
+    notes += ranks.on_each(lambda: memory_notes(model, config, ranks.world_size, device))
     shard(model, config, device, ranks.world_size)
     ranks.on_each(lambda: fill(model, config, device, is_resumed=start is not None))
     fused = config.run.reproducible != "any_world" or device.type != "cpu"

@@ -95,6 +95,20 @@ def model_notes(model: nn.Module, config: Config) -> list[str]:
     return list(in_words(model, config))
 
 
+def memory_notes(
+    model: nn.Module, config: Config, world_size: int, device: torch.device
+) -> list[str]:
+    """What a rank will need, before anything is allocated; ConfigError where it cannot fit."""
+    if not isinstance(config.model, HFModelConfig):
+        return []
+    from shardwise.train.hf.needs import check_room
+
+    said, refused = check_room(model, config, world_size, device)
+    if refused:
+        raise ConfigError(refused)
+    return [said]
+
+
 def policy_of(config: Config) -> MixedPrecisionPolicy:
     """The dtypes of [shard]."""
     section = config.shard

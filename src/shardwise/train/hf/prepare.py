@@ -55,13 +55,13 @@ def prepare(config: Config) -> Any:
     section = config.model
     assert isinstance(section, HFModelConfig)
     described = describe(section)
-    _check_lengths(described, config)
     attention, passed_over = choose_attention(
         described.model_class, section.attention, _device_type(config), config.shard.param_dtype
     )
     weights = open_directory(described) if described.has_weights else None
     dtype = _dtype(config, weights)
     model = build_on_meta(described, dtype, attention)
+    _check_lengths(described, model, config)
     if weights is not None:
         weights = under_names_of_model(weights, described, model)
     if config.lora.rank:
@@ -136,12 +136,22 @@ def in_words(model: nn.Module, config: Config) -> Iterator[str]:
         )
 
 
-def _check_lengths(described: Description, config: Config) -> None:
+def _check_lengths(described: Description, model: Any, config: Config) -> None:
+    """Samples of token files have `seq_len` + 1 tokens; those of texts are looked at one by one."""
     context, length = described.context, config.data.seq_len
+    if config.data.format != "tokens":
+        return
     if context is not None and length > context:
         raise ConfigError(
             f"data.seq_len: {length} is more than the {context} places of the model "
             f"(max_position_embeddings in its config.json)"
+        )
+    embedding = model.get_input_embeddings()
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not embedding]
+    if any(table.num_embeddings <= length for table in tables):
+        raise ConfigError(
+            f"data.seq_len: a sample has one token more than {length}, and the model has learned "
+            f"{context} places; use at most {length - 1}"
         )
 
 
