@@ -124,7 +124,7 @@ class DataConfig:
     invalid: Literal["refuse", "skip"] = "refuse"
     """Records that cannot be used: an error that names the first, or left out and counted."""
     packing: bool = True
-    """Several documents a sequence, first fit; none sees another."""
+    """Several documents a sequence; none sees another."""
 
 
 @dataclass(frozen=True, slots=True)

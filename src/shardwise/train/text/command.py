@@ -79,21 +79,22 @@ def show(config: Config, console: Console) -> None:
         f"{figures.trained_share:.1%} of the tokens are trained; {figures.padding:.1%} of the "
         f"places in batches are padding; one epoch is {steps:,.1f} steps"
     )
-    _histogram(document_lengths(store), config.data.seq_len, console)
+    _histogram(document_lengths(store), console)
     tokenizer = load_tokenizer(find_tokenizer(config), needs_template=False)
     samples = TextSamples(store, "train", config.data.seq_len)
     _show_samples(samples, tokenizer, config, console)
 
 
-def _histogram(lengths: Int64Array, limit: int, console: Console) -> None:
+def _histogram(lengths: Int64Array, console: Console) -> None:
     """Documents by their length in tokens, in equal steps up to the longest."""
-    step = max(1, -(-min(limit, int(lengths.max())) // _BARS))
+    longest = int(lengths.max())
+    step = max(1, -(-longest // _BARS))
     counts = np.bincount((lengths - 1) // step)
     console.print("\nlength in tokens, documents", markup=False)
-    width = len(f"{len(counts) * step:,}")
+    width = len(f"{longest:,}")
     for at, count in enumerate(counts.tolist()):
         bar = "█" * max(1 if count else 0, round(_BAR_WIDTH * count / max(counts)))
-        span = f"{at * step + 1:>{width},} to {(at + 1) * step:>{width},}"
+        span = f"{at * step + 1:>{width},} to {min(longest, (at + 1) * step):>{width},}"
         console.print(f"  {span}  {bar} {count:,}", markup=False, highlight=False)
 
 

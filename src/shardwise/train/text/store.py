@@ -138,17 +138,12 @@ class _Builder:
         for part, rows in zip(PARTS, self._rows(), strict=True):
             self._write_rows(part, rows)
         lengths = np.diff(self.ends, prepend=0)
-        pad = (
-            tokenizer.pad_token_id
-            if tokenizer.pad_token_id is not None
-            else (tokenizer.eos_token_id)
-        )
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
         return {
             "fingerprint": self.digest.hexdigest(),
             "dtype": dtype,
-            "pad": int(pad or 0),
+            "pad": next(int(pad) for pad in pads if pad is not None),
             "largest_token": self.largest,
-            "largest_name": str(tokenizer.convert_ids_to_tokens(self.largest)),
             "longest": int(lengths.max()),
             "counts": self.counts,
             "files": _named(self.files),
@@ -161,9 +156,10 @@ class _Builder:
         for item in self._items():
             batch.append(item)
             characters += _size(item[1])
-            if len(batch) >= _BATCH or characters >= _BATCH_CHARACTERS:
-                yield from self._valid(batch, encode(batch))
-                batch, characters = [], 0
+            if len(batch) < _BATCH and characters < _BATCH_CHARACTERS:
+                continue
+            yield from self._valid(batch, encode(batch))
+            batch, characters = [], 0
             if time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
                 print(f"data: {self.counts['read']:,} records are tokenised", flush=True)
