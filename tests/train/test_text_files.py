@@ -85,3 +85,15 @@ def test_a_damaged_parquet_file_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read") as found:
         read(path, tmp_path)
     assert "\n" not in str(found.value)
+
+
+def test_no_script_beside_the_job_is_run(tmp_path, monkeypatch):
+    """Names of readers are names of folders too."""
+    for name in ("text", "json", "csv", "parquet"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text("raise SystemExit('was run')")
+    monkeypatch.chdir(tmp_path)
+    for kind in ("jsonl", "csv", "parquet"):
+        path = tmp_path / f"rows.{kind}"
+        write(path, kind)
+        assert len(read(path, tmp_path)) == 2

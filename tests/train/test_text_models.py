@@ -13,6 +13,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import ConfigError
 from shardwise.train.calling import arguments_of
 from shardwise.train.data import open_data
+from shardwise.train.loss.weights import weigh_in_tree
 from shardwise.train.text.check import check_packing
 
 # float32 has 24 bits; a loss is a mean over some hundred tokens, a gradient a sum over them in
@@ -176,3 +177,15 @@ def test_a_model_without_logits_is_refused(jobs):
 def test_nothing_is_asked_of_a_job_that_does_not_pack(jobs):
     config, data = jobs[False]
     assert check_packing(config, data, torch.nn.Linear(1, 1), Ranks(), torch.device("cpu")) == []
+
+
+def test_weights_of_a_step_are_known_without_reading(jobs):
+    """`verify` counts what is read: each sample once a step."""
+    _, data = jobs[True]
+    every = [np.arange(0, 2), np.arange(2, 4)]
+    batches = [data.train.batch(indices) for indices in every]
+    data.train.batch = None  # a call would fail
+    weigh = weigh_in_tree(make_model("llama"), data.train, every, Ranks(), seed=0, step=1)
+    trained = [int((batch["labels"] >= 0).sum()) for batch in batches]
+    expected = [2 * count / sum(trained) for count in trained]
+    assert [weigh(batch) for batch in batches] == pytest.approx(expected)

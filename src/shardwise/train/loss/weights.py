@@ -78,16 +78,18 @@ def weigh_in_tree(
     run any of them: weights are the same on any number of ranks."""
     if not is_causal_lm(model):
         return lambda batch: 1.0
+    known, divisor = samples.trained_tokens(np.concatenate(micro_batches)), len(micro_batches)
+    if known is not None:  # then nothing is read for that
+        weigh = _by_tokens(model, divisor, known)
+        return lambda batch: 1.0 if trained_tokens(model, batch) is None else weigh(batch)
     if trained_tokens(model, samples.batch(micro_batches[0][:1])) is None:
         return lambda batch: 1.0
-    total = samples.trained_tokens(np.concatenate(micro_batches))
-    if total is None:
-        counted = 0
-        for index in range(ranks.rank, len(micro_batches), ranks.world_size):
-            set_streams(stream_seed(seed, step, index))  # as for the micro-batch itself
-            counted += _tokens(model, samples.batch(micro_batches[index]))
-        total = int(ranks.gather_floats([counted]).sum())
-    return _by_tokens(model, len(micro_batches), total)
+    counted = 0
+    for index in range(ranks.rank, len(micro_batches), ranks.world_size):
+        set_streams(stream_seed(seed, step, index))  # as for the micro-batch itself
+        counted += _tokens(model, samples.batch(micro_batches[index]))
+    total = int(ranks.gather_floats([counted]).sum())
+    return _by_tokens(model, divisor, total)
 
 
 def _by_tokens(model: nn.Module, divisor: int, total: int) -> Weigh:

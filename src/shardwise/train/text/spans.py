@@ -75,6 +75,7 @@ class ChatEncoder:
             raise ConfigError(
                 "data.tokenizer: marks in a chat template need a fast tokenizer (tokenizer.json)"
             )
+        self._with_prompt: set[tuple[str, ...]] = set()  # roles that were seen to have one
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(i for i, t in added.items() if t.special)}
 
@@ -140,14 +141,26 @@ class ChatEncoder:
                 through = self._render(place, chat[: at + 1], tokenize=False)
             if not whole.startswith(through) or not through.startswith(prompt):
                 raise _cannot_tell(place, "an answer looks otherwise when the chat goes on")
-            bare = self._render(place, chat[:at], tokenize=False)
-            if bare == prompt:  # then what comes first may be the name of the role
-                before, found, _ = through[len(prompt) :].partition(message["content"].strip())
-                if not found or before.strip():
-                    raise _cannot_tell(place, "it has no prompt for generation, so that the name "
-                                       "of the role counts as the answer")  # fmt: skip
+            self._check_prompt(place, chat[: at + 1], prompt, through)
             answers.append((prompt, through))
         return _Rendered(place, whole, answers)
+
+    def _check_prompt(self, place: Place, chat: list[Message], prompt: str, through: str) -> None:
+        """Without a prompt for generation, what comes first may be the name of the role. Templates
+        go by roles there, so it is asked once for those in that order."""
+        roles = tuple(message["role"] for message in chat)
+        if roles in self._with_prompt:
+            return
+        *before, answer = chat
+        if self._render(place, before, tokenize=False) != prompt:
+            self._with_prompt.add(roles)
+            return
+        name, found, _ = through[len(prompt) :].partition(answer["content"].strip())
+        if not found or name.strip():
+            raise _cannot_tell(
+                place,
+                "it has no prompt for generation, and the name of the role would be trained",
+            )
 
     def _spans(self, rendered: _Rendered, tokens_of: dict[str, list[int]]) -> Encoded:
         whole = tokens_of[rendered.whole]
