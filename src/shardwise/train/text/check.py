@@ -5,9 +5,9 @@
 
 Models of transformers take the borders of documents from `position_ids`, and only where they get no
 mask and no cache; some do not look at them, and some attention kernels do so in batches of one row
-only. Nothing of that is an error there: the documents would see each other without a word. So two
-documents are run alone, and packed in both orders. What a document behind the border has in
-difference is compared with what the one before it has, which is rounding.
+only. Nothing of that is an error there: the documents would see each other without a word. So the
+beginnings of two documents are run alone, and packed in both orders. What a document behind the
+border has in difference is compared with what the one before it has, which is rounding.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _Document = tuple[Int64Array, Int64Array]
 # the one before it has 0.1 and more; kernels for other shapes 1e-6 in float32, 0.01 in bfloat16.
 _ROUNDING = {"float32": 1e-3, "bfloat16": 3e-2}
 _LOOK_AT = 1000  # rows, for one with two documents
+_LENGTH = 64  # tokens of a document that are looked at: all logits of them are in memory at once
 
 
 def check_sizes(data: Data, model: nn.Module) -> None:
@@ -86,11 +87,12 @@ def check_packing(
 
 
 def _two_documents(samples: TextSamples) -> tuple[_Document, _Document] | None:
-    """The first two of the first row that has two."""
+    """The beginnings of the first two of the first row that has two."""
     for index in range(min(len(samples), _LOOK_AT)):
         documents = samples.documents(index)
         if len(documents) > 1:
-            return documents[0], documents[1]
+            a, b = ((tokens[:_LENGTH], labels[:_LENGTH]) for tokens, labels in documents[:2])
+            return a, b
     return None
 
 
