@@ -99,6 +99,7 @@ def main() -> int:
     parser.add_argument("--tokens", default="512,4096")
     parser.add_argument("--heads", default=HEADS, help="widths x vocabularies")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--ways", default=",".join(WAYS), help="plain is needed: the others' scale")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -106,12 +107,17 @@ def main() -> int:
     for head in options.heads.split(","):
         dim, vocab = map(int, head.split("x"))
         for num_tokens in map(int, options.tokens.split(",")):
-            ways = {n: measure(w, num_tokens, dim, vocab, options.rounds) for n, w in WAYS.items()}
+            ways = {
+                name: measure(WAYS[name], num_tokens, dim, vocab, options.rounds)
+                for name in options.ways.split(",")
+            }
             check(ways)
             row = {"tokens": num_tokens, "dim": dim, "vocab": vocab, **ways}
             row["auto"] = "on" if LossChoice("auto", dim).chunks(num_tokens) else "off"
             row["head_grad_bytes"] = 4 * dim * vocab
             for ratio, key in (("peak_ratio", "peak_bytes"), ("time_ratio", "seconds")):
+                if "chunked" not in ways:
+                    continue
                 row[ratio] = round(ways["chunked"][key] / ways["plain"][key], 3)
             found.append(row)
             print(told(row), file=sys.stderr, flush=True)
@@ -132,7 +138,7 @@ def check(ways: dict[str, dict[str, Any]]) -> None:
 
 def told(row: dict[str, Any]) -> str:
     parts = [f"{row['tokens']} tokens, head {row['vocab']} x {row['dim']} (auto: {row['auto']}):"]
-    for name in WAYS:
+    for name in [name for name in WAYS if name in row]:
         peak, seconds = row[name]["peak_bytes"] / 2**20, row[name]["seconds"]
         parts.append(f"{name} {peak:,.0f} MiB {seconds:.2f} s")
     return "  ".join(parts)

@@ -81,3 +81,14 @@ def test_chunked_loss_benchmark_shows_the_saving() -> None:
     assert row["plain"]["peak_bytes"] >= 3 * 256 * 4000 * 4
     assert row["chunked"]["peak_bytes"] < 0.75 * row["plain"]["peak_bytes"]
     assert row["chunked"]["peak_bytes"] >= row["head_grad_bytes"]
+
+
+@pytest.mark.slow
+def test_finetune_benchmark_trains_the_same_model_in_every_row() -> None:
+    pytest.importorskip("transformers")
+    result = run_benchmark("finetune.py", "--tiny", "--only", "recomputed", "--no-memory")
+    (case,) = result["comparisons"]
+    assert list(case["engines"]) == [
+        "fsdp2", "shardwise", "fsdp2@LOSS=chunked", "shardwise@LOSS=chunked"
+    ]  # fmt: skip
+    assert all(row["valid"] for row in case["engines"].values())

@@ -27,7 +27,6 @@ TINY = {
     "optim.warmup_steps": 2,
     "checkpoint.every": 0,
     "log.every": 1000,
-    "log.trackers": "none",
 }
 
 
@@ -79,6 +78,7 @@ def run_job(
     )
     values |= {key.replace("__", "."): value for key, value in overrides.items()}
     values |= {"run.dir": str(directory), "run.device": "cpu"}
+    values.setdefault("log.trackers", "none")
     loaded = load_config(config_file, [(key, _text(value)) for key, value in values.items()])
     stop: Any = DieIn(die_in) if die_in else StopAfter(stop_after)
     with contextlib.suppress(Killed):

@@ -14,7 +14,7 @@ import torch
 from jobs import checkpoint_names, read_rows, run_job
 from torch import nn
 
-from ranks import on_ranks
+from ranks import on_ranks, run_ranks
 from shardwise.errors import ConfigError
 from shardwise.train.best import Best
 from shardwise.train.config_file import load_config
@@ -225,3 +225,40 @@ def test_samples_are_the_likeliest_tokens() -> None:
 def test_samples_need_a_model_with_a_tokenizer() -> None:
     with pytest.raises(ConfigError, match=r"--log.samples: needs model.kind = 'hf'"):
         load_config(None, [("log.samples", "Hello")])
+
+
+def sampled(rank: int, world: int, directory: str) -> list[tuple[str, str]]:
+    """What a job on a model of transformers says at its evaluations."""
+    from hf_kit import make_directory, make_tokenizer, run_hf_job
+
+    from shardwise.train import loop, sampling
+
+    folder, found = Path(directory), []
+
+    def recorded(job: Any, tokenizer: Any) -> list[tuple[str, str]]:
+        found.extend(sampling.sample_texts(job, tokenizer))
+        return found
+
+    model = make_directory("llama_tied", folder / "model")
+    if rank == 0:
+        make_tokenizer(model)
+    torch.distributed.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "sample_texts", recorded)
+        options = {"train__eval_every": 2, "train__eval_samples": 4, "log__sample_tokens": 5}
+        run_hf_job(folder / "run", model, log__samples="w1 w2 w3,w9", **options)
+    return found
+
+
+def test_samples_of_a_job_are_what_the_exported_model_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from hf_kit import loaded
+
+    from shardwise.train.hf.generate import answer_to, tokenizer_of
+
+    one, two = run_ranks(2, sampled, str(tmp_path), timeout_s=200.0)
+    assert one == two and [prompt for prompt, _ in one] == ["w1 w2 w3", "w9"]
+    model = loaded(tmp_path / "run" / "model")
+    tokenizer = tokenizer_of(tmp_path / "run" / "model")
+    how = {"use_chat": False, "max_new_tokens": 5, "do_sample": False}
+    assert one == [(p, answer_to(model, tokenizer, p, **how)) for p, _ in one]
