@@ -11,11 +11,22 @@ import torch
 import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-from hf_kit import CONFIGS, JOB, config_of, loaded, logits_of, make_directory, new_model, run_hf_job
+from hf_kit import (
+    CONFIGS,
+    JOB,
+    config_of,
+    loaded,
+    logits_of,
+    make_directory,
+    make_tokens,
+    new_model,
+    run_hf_job,
+)
 from jobs import read_rows
 
 from ranks import on_ranks, run_ranks
 from shardwise.cli.checkpoint import main as checkpoint_command
+from shardwise.doctor.command import main as verify_command
 from shardwise.train.config_file import load_config
 from shardwise.train.data import open_data
 from shardwise.train.model import build_model, model_notes
@@ -144,3 +155,23 @@ def test_other_dtypes(tmp_path: Path) -> None:
         assert checkpoint_command(["export", str(tmp_path / kept), str(out)]) == 0
         assert json.loads((out / "config.json").read_text())["dtype"] == name
         assert loaded(out, "auto").dtype == getattr(torch, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+def test_verify_takes_such_a_model(rank: int, tmp_path: Path) -> None:
+    """Plain PyTorch, one rank, two and a resume agree to the last bit, with adapters too."""
+    path = make_directory("llama_tied", tmp_path / "model")
+    lines = {"model.kind": "hf", "model.path": path, "data.source": make_tokens(tmp_path)}
+    lines |= {"data.seq_len": 16, "train.micro_batch": 1, "train.global_batch": 4}
+    lines |= {"lora.rank": rank, "run.dir": tmp_path / "run"}
+    text = ""
+    for section in dict.fromkeys(key.partition(".")[0] for key in lines):
+        text += f"[{section}]\n"
+        for key, value in lines.items():
+            if key.startswith(f"{section}."):
+                shown = value if isinstance(value, int) else f'"{value}"'
+                text += f"{key.partition('.')[2]} = {shown}\n"
+    (tmp_path / "job.toml").write_text(text)
+    words = ["--ranks", "1,2", "--strategies", "full_shard", "--transports", "shared_memory"]
+    assert verify_command([str(tmp_path / "job.toml"), *words]) == 0
