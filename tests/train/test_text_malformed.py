@@ -229,3 +229,15 @@ def test_train_says_the_same(tmp_path):
     (line,) = done.stderr.splitlines()
     assert "data.jsonl:2: is not JSON" in line
     assert files_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("library", ["datasets", "transformers"])
+def test_a_missing_extra_is_one_line(tmp_path, capfd, monkeypatch, library):
+    arguments = options(tmp_path, lines())
+    monkeypatch.setitem(sys.modules, library, None)
+    before = files_in(tmp_path)
+    assert main(["data", *arguments]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert 'pip install "shardwise[hf]"' in said
+    assert files_in(tmp_path) == before
