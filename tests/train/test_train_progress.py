@@ -172,7 +172,15 @@ def test_the_best_is_kept_and_the_run_ends_early(rank, tmp_path):
     assert [p.name for p in (run / "best").iterdir()] == [f"step_{best['step']:08d}"]
     assert checkpoint_names(run)[-1] == f"step_{rows[-1]['step']:08d}"
     run_job(run, **options)  # nothing is left to do
+    assert [p.name for p in (run / "best").iterdir()] == [f"step_{best['step']:08d}"]
     assert read_rows(run)[-1]["step"] == rows[-1]["step"]
+    if rank == 0:  # a start from before that step: what is kept is not its own
+        from shardwise.train.job import _open_run_dir
+        from shardwise.train.run_dir import RunDir
+
+        config = load_config(run / "config.toml").config
+        _open_run_dir(config, RunDir(config), Best(1.0, step=best["step"] - 2))
+        assert not [p for p in (run / "best").iterdir() if p.name.startswith("step_")]
 
 
 def test_patience_needs_held_out_data() -> None:

@@ -143,7 +143,7 @@ def build_job(
     notes += check_packing(config, data, model, ranks, device)
     tokenizer = ranks.on_each(lambda: _tokenizer_of_samples(config))
     best = ranks.on_rank0(lambda: _best_so_far(run_dir, step))
-    ranks.on_rank0(lambda: _open_run_dir(config, run_dir))
+    ranks.on_rank0(lambda: _open_run_dir(config, run_dir, best))
     console = Console(
         total_steps=config.train.steps, line_every=config.log.every, silent=ranks.rank != 0
     )
@@ -207,9 +207,12 @@ def _mfu_per_hz(
     return flops_per_token(model) * tokens / (peak * ranks.world_size)
 
 
-def _open_run_dir(config: Config, run_dir: RunDir) -> None:
+def _open_run_dir(config: Config, run_dir: RunDir, best: Best) -> None:
     run_dir.create()
     store.clean(run_dir.checkpoints)
+    for kept in store.list_checkpoints(run_dir.best).complete:
+        if kept.step != best.step:  # of steps that are done again
+            store.discard(kept.path)
     replace_file(run_dir.config_file, config_as_toml(config).encode())
 
 

@@ -3,6 +3,8 @@
 config.toml     the effective configuration
 metrics.jsonl   one row a step
 checkpoints/    step_%08d/
+best/           the one of the lowest val_loss (`checkpoint.best`)
+loss.png, tensorboard/, profile/    what people look at (`trackers/`, `profiling`)
 cache/          text as tokens, only where the user's cache folder cannot be written
 model/          the trained model as transformers loads it (model.kind hf)
 memory_id       which copies in memory are this run's (`memory`)
