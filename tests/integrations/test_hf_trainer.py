@@ -1,0 +1,108 @@
+"""The `Trainer` of transformers with `fsdp=True` under `install()`: train with accumulation and
+clipping, evaluate, save, resume, generate.
+
+Compared with the same program over torch's `fully_shard` (see trainers_kit.py), and with DDP, where
+nothing is sharded: it divides gradients before they are added, hence 1e-4 after four steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainers_kit import (
+    ENGINES,
+    REPLICAS,
+    TOLERANCE,
+    accelerate_shards,
+    llama,
+    same_numbers,
+    samples,
+    sharded_by,
+    using,
+    whole,
+)
+
+from ranks import on_ranks
+
+pytest.importorskip("accelerate", reason="the extra 'hf' is not installed")
+pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+
+STEPS = 4
+
+
+def trainer_of(engine: str, folder: Path, model: Any, *, bf16: bool, **config: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    sharding: dict[str, Any] = {"fsdp": True, "fsdp_config": {**layers, **config}}
+    arguments = TrainingArguments(
+        **({} if engine == REPLICAS else sharding),
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=bf16,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        learning_rate=1e-2,
+        adam_epsilon=1e-4,  # else a gradient that is nearly zero decides the direction of a step
+        save_steps=STEPS // 2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    rows: Any = samples(40)
+    return Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows[:8])
+
+
+def history(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def program(engine: str, folder: Path, *, bf16: bool, **config: Any) -> dict[str, Any]:
+    with using(engine), accelerate_shards(engine):
+        trainer = trainer_of(engine, folder, llama(tied=True), bf16=bf16, **config)
+        trainer.train()
+        assert engine == REPLICAS or len(sharded_by(trainer.model, engine)) >= 4
+        weights = whole(trainer.model)
+        evaluation = trainer.evaluate()["eval_loss"]
+        words = trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
+        trainer.save_model(str(folder / "model"))
+    with using(engine), accelerate_shards(engine):
+        resumed = trainer_of(engine, folder, llama(tied=True, seed=1), bf16=bf16, **config)
+        resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
+        for key in ("loss", "grad_norm"):
+            assert len(history(trainer, key)) == STEPS
+            same_numbers(history(resumed, key), history(trainer, key))
+        same_numbers(whole(resumed.model), weights)
+    return {
+        "loss": history(trainer, "loss"),
+        "norms": history(trainer, "grad_norm"),
+        "weights": weights,
+        "evaluation": [evaluation],
+        "words": words[0].tolist(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "bf16"), [("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", True)]
+)
+@on_ranks(2, timeout_s=300.0)
+def test_train_evaluate_save_resume_generate(kind: str, bf16: bool, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = {"state_dict_type": kind, "activation_checkpointing": bf16}
+    torchs, ours = [program(e, tmp_path / e, bf16=bf16, **config) for e in ENGINES]
+    for key in torchs:
+        same_numbers(ours[key], torchs[key], tolerance=TOLERANCE)
+    if not bf16:
+        plain = program(REPLICAS, tmp_path / REPLICAS, bf16=False)
+        for key in plain:
+            same_numbers(ours[key], plain[key], tolerance=1e-4)
+    if kind == "FULL_STATE_DICT":  # with sharded ones, their `save_model` writes no weights
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours/model")
+        weights = {n: t for n, t in saved.state_dict().items() if n in ours["weights"]}
+        same_numbers(weights, ours["weights"])
