@@ -61,10 +61,9 @@ def prepared(engine: str, model: Any, **options: Any) -> tuple[Any, ...]:
     return accelerator, *things
 
 
-def train(
-    accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any, at: range
-) -> Any:
+def train(accelerator: Any, things: Any, at: range) -> tuple[list[float], list[float]]:
     """Mean losses of micro-batches, and norms of steps."""
+    model, optimizer, loader, schedule = things
     losses, norms = [], []
     for index, batch in enumerate(loader):
         if index // ACCUMULATION not in at:

@@ -33,13 +33,16 @@ pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 STEPS = 4
 
 
-def trainer_of(engine: str, folder: Path, model: Any, *, bf16: bool, **config: Any) -> Any:
+def sharding(engine: str, **config: Any) -> dict[str, Any]:
+    layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    return {} if engine == REPLICAS else {"fsdp": True, "fsdp_config": {**layers, **config}}
+
+
+def trainer_of(folder: Path, model: Any, *, bf16: bool = False, **more: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    layers = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    sharding: dict[str, Any] = {"fsdp": True, "fsdp_config": {**layers, **config}}
     arguments = TrainingArguments(
-        **({} if engine == REPLICAS else sharding),
+        **more,
         output_dir=str(folder),
         use_cpu=True,
         bf16=bf16,
@@ -49,7 +52,6 @@ def trainer_of(engine: str, folder: Path, model: Any, *, bf16: bool, **config: A
         max_grad_norm=0.5,
         learning_rate=1e-2,
         adam_epsilon=1e-4,  # else a gradient that is nearly zero decides the direction of a step
-        save_steps=STEPS // 2,
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
@@ -63,8 +65,9 @@ def history(trainer: Any, key: str) -> list[float]:
 
 
 def program(engine: str, folder: Path, *, bf16: bool, **config: Any) -> dict[str, Any]:
+    sharded = sharding(engine, **config)
     with using(engine), accelerate_shards(engine):
-        trainer = trainer_of(engine, folder, llama(tied=True), bf16=bf16, **config)
+        trainer = trainer_of(folder, llama(tied=True), bf16=bf16, save_steps=STEPS // 2, **sharded)
         trainer.train()
         assert engine == REPLICAS or len(sharded_by(trainer.model, engine)) >= 4
         weights = whole(trainer.model)
@@ -72,7 +75,9 @@ def program(engine: str, folder: Path, *, bf16: bool, **config: Any) -> dict[str
         words = trainer.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False)
         trainer.save_model(str(folder / "model"))
     with using(engine), accelerate_shards(engine):
-        resumed = trainer_of(engine, folder, llama(tied=True, seed=1), bf16=bf16, **config)
+        resumed = trainer_of(
+            folder, llama(tied=True, seed=1), bf16=bf16, save_steps=STEPS // 2, **sharded
+        )
         resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
         for key in ("loss", "grad_norm"):
             assert len(history(trainer, key)) == STEPS

@@ -73,6 +73,7 @@ def trainer_of(folder: Path, steps: int, **options: Any) -> Any:
         plugins=[TorchElasticEnvironment()],
         max_steps=steps,
         accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
         default_root_dir=folder,
         logger=False,
         enable_checkpointing=False,
