@@ -173,6 +173,21 @@ def test_a_sharded_directory_that_is_damaged(case: str, tmp_path: Path) -> None:
     assert re.search(expected, text), text
 
 
+def test_bytes_are_no_tokens_of_a_model(tmp_path: Path) -> None:
+    """Text would train without a word, on other words than it has."""
+    path = make_directory("llama", tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("some text " * 2000)
+    said = refused(path, data__source=str(text))
+    assert "bytes are no tokens of the model; set data.format = 'text'" in said
+    config = config_of("llama")
+    config.vocab_size = 256
+    config.to_json_file(tmp_path / "bytes.json")  # a new model may learn bytes
+    values = {**JOB, "model.path": str(tmp_path / "bytes.json"), "data.source": str(text)}
+    loaded = load_config(None, [(k, str(v).lower()) for k, v in values.items()])
+    assert open_data(loaded.config, None).unit == "byte"
+
+
 def test_learned_places_hold_one_token_more(tmp_path: Path) -> None:
     path = make_directory("gpt2", tmp_path / "model")
     text = refused(path, data__seq_len="64")

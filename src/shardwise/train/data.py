@@ -142,6 +142,8 @@ def _open_tokens(config: Config) -> Data:
         fallback_dir=Path(config.run.dir) / "cache",
     )
     vocab_size = _vocab_size(config)
+    if corpus.unit == "byte" and isinstance(config.model, HFModelConfig):
+        _check_bytes(config.model)
     if corpus.unit == "byte" and vocab_size is not None and vocab_size < 256:
         raise ConfigError(f"model.vocab_size: {vocab_size} cannot hold bytes; use 256")
     train, held_out = (
@@ -150,6 +152,17 @@ def _open_tokens(config: Config) -> Data:
     )
     fingerprint = f"{corpus.fingerprint} seq_len={section.seq_len}"
     return Data(train, held_out, corpus.unit, section.seq_len, fingerprint)
+
+
+def _check_bytes(section: HFModelConfig) -> None:
+    """A model with a vocabulary of its own would take bytes for other words."""
+    from shardwise.train.hf.description import describe
+
+    if describe(section).has_weights:
+        raise ConfigError(
+            "data.source: is text, whose bytes are no tokens of the model; set data.format = "
+            "'text' (or chat, instruction), or name files of its tokens (.npy, .bin)"
+        )
 
 
 def _vocab_size(config: Config) -> int | None:
