@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate import replicate
+from torch.distributed.tensor import distribute_tensor
 
 import shardwise
 from ranks import on_ranks
@@ -71,6 +72,33 @@ def test_an_optimizer_with_state_of_the_old_tensors_is_refused(rank: int, world:
     shardwise.fully_shard(model)
     with pytest.raises(shardwise.errors.EngineError, match="holds state for the tensor"):
         model(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_state_of_assigned_shards_follows(rank: int, world: int) -> None:
+    """Accelerate assigns shards, gives them to the optimizer and loads its state; then comes the
+    first forward.
+    """
+    model, ref = nn.Linear(4, 3), nn.Linear(4, 3)
+    ref.load_state_dict(model.state_dict())
+    shardwise.fully_shard(model)
+    shards = {
+        n: distribute_tensor(t.detach(), p.device_mesh, p.placements)
+        for (n, t), p in zip(ref.state_dict().items(), model.parameters(), strict=True)
+    }
+    model.load_state_dict(shards, assign=True)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, ref)]
+    for optimizer in optimizers:
+        for param in optimizer.param_groups[0]["params"]:
+            moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.ones_like(param)}
+            optimizer.state[param] = {"step": torch.tensor(3.0), **moments}
+    for m, optimizer in zip((model, ref), optimizers, strict=True):
+        m(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    assert optimizers[0].param_groups[0]["params"][0] is model.weight
+    assert set(optimizers[0].state) == set(model.parameters())
+    assert optimizers[0].state[model.weight]["step"] == 4
+    torch.testing.assert_close(model.weight.full_tensor(), ref.weight)
 
 
 @on_ranks(2)

@@ -39,6 +39,11 @@ def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
 
+def options_of(kind: str) -> dict[str, Any]:
+    """With sharded state dicts also what else `accelerate config` proposes."""
+    return {"state_dict_type": kind, "cpu_ram_efficient_loading": kind == "SHARDED_STATE_DICT"}
+
+
 def prepared(engine: str, model: Any, **options: Any) -> tuple[Any, ...]:
     """What a script of Accelerate gets from `prepare`."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -107,7 +112,7 @@ def program(engine: str, folder: Path, kind: str) -> list[Any]:
 
     half, results = STEPS // 2, []
     with using(engine), accelerate_shards():
-        accelerator, *things = prepared(engine, llama(), state_dict_type=kind)
+        accelerator, *things = prepared(engine, llama(), **options_of(kind))
         losses, norms = train(accelerator, things, range(half))
         accelerator.save_state(str(folder / "state"))
         more_losses, more_norms = train(accelerator, things, range(half, STEPS))
@@ -115,7 +120,7 @@ def program(engine: str, folder: Path, kind: str) -> list[Any]:
         accelerator.save_model(things[0], str(folder / "model"))
         results += [losses + more_losses, norms + more_norms, weights]
     with using(engine), accelerate_shards():
-        accelerator, *things = prepared(engine, llama(seed=1), state_dict_type=kind)
+        accelerator, *things = prepared(engine, llama(seed=1), **options_of(kind))
         accelerator.load_state(str(folder / "state"))
         again = train(accelerator, things, range(half, STEPS))
         same_numbers(again[0], more_losses)

@@ -1,12 +1,15 @@
-"""torchtitan's `apply_fsdp_to_decoder` (once `apply_fsdp`) on its own Llama 3, under `install()`.
+"""torchtitan's `apply_fsdp_to_decoder` (once `apply_fsdp`) and `parallelize_llama`, which calls it,
+on its own Llama 3, under `install()`.
 
 torchtitan switches off the division of gradients and divides the loss by the tokens of all ranks.
-Compared with the same model unsharded, over the rows of both ranks: sums in another order, 1e-5.
+Compared with the same model unsharded, over the rows of all ranks: sums in another order, 1e-5.
+(Torch's `fully_shard` cannot be the reference: a factor other than the mean needs NCCL.)
 """
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,25 +60,62 @@ def decoder(*, tied: bool) -> Any:
     return model
 
 
-def train(model: Any, rank: int | None) -> dict[str, Any]:
+def parallel(backend: str, world: int, tensor_parallel: int) -> tuple[Any, Any]:
+    """A model as their trainer prepares it, and its dims."""
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+    from torchtitan.models.llama3 import Llama3Model, parallelize_llama
+    from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+
+    build, shards = Llama3Model.Config.build, world // tensor_parallel
+
+    def build_with_shardings(config: Any) -> Any:
+        set_llama3_sharding_config(config, enable_sp=False)
+        return build(config)
+
+    parallelism = ParallelismConfig(
+        spmd_backend=backend,
+        data_parallel_shard_degree=shards,
+        tensor_parallel_degree=tensor_parallel,
+    )
+    dims = ParallelDims.from_config(parallelism, world)
+    with (
+        patch.object(Llama3Model.Config, "build", build_with_shardings),
+        patch.object(parallel_dims, "device_type", "cpu"),  # without an accelerator they say cuda
+    ):
+        model = parallelize_llama(
+            decoder(tied=False),
+            parallel_dims=dims,
+            training=TrainingConfig(mixed_precision_param="float32"),
+            parallelism=parallelism,
+            compile_config=CompileConfig(enable=False),
+            ac_config=None,
+            dump_folder="",
+        )
+    return model, dims
+
+
+def train(model: Any, rank: int | None, dims: Any = None) -> dict[str, Any]:
+    from torchtitan.distributed.full_dtensor import parallelize_inputs
     from torchtitan.distributed.utils import clip_grad_norm_
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    tokens = torch.stack([row["input_ids"] for row in samples(STEPS * 2 * ROWS, LENGTH)])
+    tokens = torch.stack([row["input_ids"] for row in samples(STEPS * 4 * ROWS, LENGTH)])
+    is_full = dims is not None and dims.spmd_backend == "full_dtensor"
+    parts, same = (dims.dp_shard, dims.tp) if dims else (2, 1)
     losses, norms = [], []
     for batch in tokens.chunk(STEPS):
-        rows = batch if rank is None else batch.chunk(2)[rank]
-        logits = model(rows[:, :-1])
-        loss = (
-            torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), rows[:, 1:].flatten(), reduction="sum"
-            )
-            / batch[:, 1:].numel()
-        )
+        rows = batch if rank is None else batch.chunk(parts)[rank // same]
+        x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        if is_full:
+            x, y, _ = parallelize_inputs(dims, x, y, {})
+        logits = model(x).flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, y.flatten(), reduction="sum")
+        loss = loss / batch[:, 1:].numel()
         loss.backward()
         norms.append(full(clip_grad_norm_(model.parameters(), MAX_NORM)).item())
-        total = loss.detach().clone()
-        if rank is not None:
+        total = full(loss).clone()
+        if rank is not None and not is_full:
             dist.all_reduce(total)
         losses.append(total.item())
         optimizer.step()
@@ -83,11 +123,16 @@ def train(model: Any, rank: int | None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": whole(model)}
 
 
+def same_as_plain(ours: dict[str, Any], *, tied: bool) -> None:
+    assert min(ours["norms"]) > MAX_NORM, ours["norms"]
+    for key, want in train(decoder(tied=tied), None).items():
+        same_numbers(ours[key], want, tolerance=1e-5 if key != "weights" else 1e-4)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("policy", ["default", "always", "never"])
 @on_ranks(2, timeout_s=300.0)
 def test_train(tied: bool, policy: str, rank: int) -> None:
-    plain = train(decoder(tied=tied), None)
     with using("ours"):
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
@@ -102,6 +147,23 @@ def test_train(tied: bool, policy: str, rank: int) -> None:
         )
         assert len(sharded_by(model, "ours")) >= 5
         ours = train(model, rank)
-    assert min(ours["norms"]) > MAX_NORM, ours["norms"]
-    for key, want in plain.items():
-        same_numbers(ours[key], want, tolerance=1e-5 if key != "weights" else 1e-4)
+    same_as_plain(ours, tied=tied)
+
+
+@pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor"])
+@on_ranks(2, timeout_s=300.0)
+def test_parallelize_llama(backend: str, rank: int, world: int) -> None:
+    with using("ours"):
+        model, dims = parallel(backend, world, 1)
+        assert len(sharded_by(model, "ours")) >= 5
+        ours = train(model, rank, dims)
+    same_as_plain(ours, tied=False)
+
+
+@on_ranks(4, timeout_s=300.0)
+def test_parallelize_llama_with_tensor_parallelism(rank: int, world: int) -> None:
+    with using("ours"):
+        model, dims = parallel("full_dtensor", world, 2)
+        assert len(sharded_by(model, "ours")) >= 5
+        ours = train(model, rank, dims)
+    same_as_plain(ours, tied=False)

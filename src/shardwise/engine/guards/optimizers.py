@@ -3,9 +3,8 @@
 An optimizer built before `fully_shard`, or while a unit is gathered, holds the original or the full
 tensors: it would go on training those, and the model would stand still. Such tensors know what they
 became (`param.home_of`), so the optimizer is given the sharded parameters instead: at the model's
-first forward for optimizers that exist by then, and in a hook before every optimizer step for later
-ones. An optimizer that already holds state for such a tensor is refused, since the state has the
-old shape.
+first forward for optimizers that exist by then, in a hook before every step for later ones. State
+follows where the tensor was sharded alike (loaders assign shards); of another shape, it is refused.
 """
 
 from __future__ import annotations
@@ -54,12 +53,14 @@ def repoint(optimizer: torch.optim.Optimizer) -> None:
             home = home_of(held)
             if home is None or held is home.sharded:
                 continue
-            if optimizer.state.get(held):
+            state = optimizer.state.get(held)
+            if state and getattr(held, "_spec", None) != getattr(home.sharded, "_spec", None):
                 raise EngineError(
                     f"{home.name}: the optimizer {type(optimizer).__name__} holds state for the "
                     "tensor that this parameter was before it was sharded; build the optimizer "
                     "after fully_shard, and load its state with "
                     "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
                 )
-            optimizer.state.pop(held, None)
+            if optimizer.state.pop(held, None):
+                optimizer.state[home.sharded] = state
             params[i] = home.sharded
