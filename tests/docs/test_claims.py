@@ -239,6 +239,30 @@ def test_tied_weights(rank: int) -> None:
 
 
 @on_ranks(2)
+def test_tied_after_sharding(rank: int) -> None:
+    for units in ([], ["emb"], ["emb", "head"]):
+        model, plain = pair(Tied)
+        for m in (model, plain):
+            m.head.weight = nn.Parameter(m.emb.weight.detach().clone())
+        for name in units:
+            sw.fully_shard(getattr(model, name))
+        sw.fully_shard(model)
+        model(data(rank))
+        for m in (model, plain):
+            m.head.weight = m.emb.weight
+            optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                m(data(rank)).sum().backward()
+                if m is plain:
+                    average(plain)
+                optimizer.step()
+        same_grads(model, plain)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q)
+
+
+@on_ranks(2)
 def test_writes_between_forwards(rank: int) -> None:
     for strategy in ("shard_grad_op", "shard_optimizer", "full_shard"):
         model, plain = pair()

@@ -309,6 +309,51 @@ def test_a_weight_that_is_set_around_an_unshard_is_not_lost(rank: int, world: in
                 train(model, 2)
 
 
+class Untied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(self.embed(x))))
+
+
+@on_ranks(2)
+def test_a_tie_that_is_made_after_sharding(rank: int, world: int) -> None:
+    """`tie_weights()` of models that are built on meta; before the first forward, and after it."""
+    tokens = torch.arange(8)
+    for strategy in STRATEGIES:
+        for transport in TRANSPORTS:
+            for apart in (False, True):
+                for is_late in (False, True):
+                    what = f"{strategy} {transport} units apart={apart} late={is_late}"
+                    plain = make(Untied)
+                    model, options = (
+                        copy.deepcopy(plain),
+                        {"strategy": strategy, "mesh": line(world)},
+                    )
+                    for module in (model.embed, model.head) if apart else ():
+                        sw.fully_shard(module, transport=transport, **options)
+                    sw.fully_shard(model, transport=transport, **options)
+                    if is_late:
+                        model(tokens)
+                    losses: list[list[float]] = []
+                    for m in (plain, model):
+                        m.head.weight = m.embed.weight
+                        optimizer = torch.optim.AdamW(m.parameters(), lr=0.05)
+                        losses.append([])
+                        for _ in range(3):
+                            loss = m(tokens).square().mean()
+                            loss.backward()
+                            optimizer.step()
+                            optimizer.zero_grad()
+                            losses[-1].append(loss.item())
+                    assert losses[0] == losses[1], what
+                    assert model.head.weight is model.embed.weight, what
+                    assert len(list(model.parameters())) == len(list(plain.parameters())), what
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

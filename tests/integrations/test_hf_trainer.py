@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from trainers_kit import (
     ENGINES,
     REPLICAS,
@@ -111,3 +112,52 @@ def test_train_evaluate_save_resume_generate(kind: str, bf16: bool, tmp_path: Pa
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours/model")
         weights = {n: t for n, t in saved.state_dict().items() if n in ours["weights"]}
         same_numbers(weights, ours["weights"])
+
+
+def program_from_pretrained(engine: str, path: Path, folder: Path) -> dict[str, Any]:
+    """transformers shards by itself while it loads; Accelerate has no part in it."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    def model() -> Any:
+        if engine == REPLICAS:
+            return AutoModelForCausalLM.from_pretrained(path)
+        config = DistributedConfig(fsdp_size=2)
+        return AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
+
+    with using(engine), accelerate_shards(REPLICAS):
+        trainer = trainer_of(folder, model(), save_strategy="no")  # theirs cannot resume
+        assert engine == REPLICAS or len(sharded_by(trainer.model, engine)) >= 4
+        before = whole(trainer.model)
+        trainer.train()
+        weights = whole(trainer.model)
+        evaluation = trainer.evaluate()["eval_loss"]
+        trainer.save_model(str(folder / "model"))
+    return {
+        "before": before,
+        "loss": history(trainer, "loss"),
+        "norms": history(trainer, "grad_norm"),
+        "weights": weights,
+        "evaluation": [evaluation],
+    }
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@on_ranks(2, timeout_s=300.0)
+def test_from_pretrained_shards(tied: bool, rank: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    if rank == 0:
+        llama(tied=tied).save_pretrained(tmp_path / "start")
+    dist.barrier()
+    engines = (REPLICAS, *ENGINES)
+    results = {e: program_from_pretrained(e, tmp_path / "start", tmp_path / e) for e in engines}
+    ours = results["ours"]
+    for key in ours:
+        if not tied:  # transformers ties behind the sharding, which torch's engine does not follow
+            same_numbers(ours[key], results["torch"][key], tolerance=TOLERANCE)
+        same_numbers(ours[key], results[REPLICAS][key], tolerance=1e-4)
+    dist.barrier()  # the first rank writes
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours/model")
+    weights = {n: t for n, t in saved.state_dict().items() if n in ours["weights"]}
+    same_numbers(weights, ours["weights"])

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch.nn as nn
 
-from shardwise.engine.core.build import Found, check_tie
+from shardwise.engine.core.build import Found, Tie, check_tie
 from shardwise.engine.core.guests import guests_of, take_back
-from shardwise.engine.core.parameter import ShardedParam, Slot
+from shardwise.engine.core.parameter import ShardedParam, Slot, home_of
 from shardwise.errors import EngineError
 
 if TYPE_CHECKING:
@@ -24,11 +24,40 @@ def refresh(unit: Unit, *, check_ties: bool = True) -> None:
     """Pick up parameters that were moved, cast or replaced since; does nothing when none
     was. `check_ties` is False after `_apply`, which replaces tied parameters one by one.
     """
+    is_empty = follow_ties(unit)
     admit_guests(unit)
-    if not all(b.is_current() for b in unit.buckets):
+    if is_empty or not all(b.is_current() for b in unit.buckets):
         for param in unit.params if check_ties else ():
             check_tie(param)
         rebuild(unit)
+
+
+def follow_ties(unit: Unit) -> bool:
+    """A slot into which somebody has put another parameter of ours (`head.weight = embed.weight`)
+    belongs to that one from here on. True when a parameter has no slot left.
+    """
+    ties: list[Tie] = []
+    for bucket in unit.buckets:
+        for param in bucket.params:
+            found = [(home, slot) for slot in param.slots if (home := _home_in(slot, param))]
+            if found:
+                moved = {id(slot) for _, slot in found}
+                param.slots = [slot for slot in param.slots if id(slot) not in moved]
+                bucket.forget_places()
+                ties += found
+    if ties:
+        unit.tie(ties)
+    return any(not param.slots for param in unit.params)
+
+
+def _home_in(slot: Slot, param: ShardedParam) -> ShardedParam | None:
+    """The other parameter whose form is in a slot of `param`."""
+    held = slot[0].get(slot[1])
+    home = None if held is None or param.is_form(held) else home_of(held)
+    if home is None or home is param:
+        return None
+    owner = home.unit()
+    return home if owner is not None and any(home is p for p in owner.params) else None
 
 
 def admit_guests(unit: Unit) -> None:
@@ -60,8 +89,14 @@ def held_in(unit: Unit, slot: Slot, param: ShardedParam) -> nn.Parameter:
 
 
 def lay_out(unit: Unit, found: list[Found]) -> None:
-    """Manage `found` from now on, in new buffers."""
+    """Manage `found` from now on, in new buffers. What is one tensor in several slots is tied."""
     forget_dead_slots(unit)
+    tied: dict[int, Found] = {}
+    for f in found:
+        first = tied.setdefault(id(f.param), f)
+        if first is not f:
+            first.slots = [*first.slots, *f.slots]
+    found = list(tied.values())
     unit.gradients.agree_on_flags()
     if any(g.has_partial for g in unit.gradients.buckets):
         unit.settle_partials()  # what was added up lies in the old layout
@@ -97,6 +132,7 @@ def owner_of(unit: Unit, param: ShardedParam) -> nn.Module:
 
 def forget_dead_slots(unit: Unit) -> None:
     """Leave alone what modules do not have any more: registering would bring it back."""
+    follow_ties(unit)
     for bucket in unit.buckets:
         if bucket.left:
             take_back(bucket)

@@ -163,8 +163,9 @@ def _check_unused(unit: Unit, new: list[Found]) -> None:
 
 def check_nothing_added(units: list[Unit], is_sharded: IsSharded) -> None:
     """After a forward: a parameter that it added would get gradients of this rank alone."""
+    # Of all units: a slot may be tied to another one's parameter.
+    slots = {(id(s[0]), s[1]) for unit in units for p in unit.params for s in p.slots}
     for unit in units:
-        slots = {(id(s[0]), s[1]) for p in unit.params for s in p.slots}
         for name, slot, held in _territory(unit, is_sharded):
             is_new = (id(slot[0]), slot[1]) not in slots and id(held) not in unit.ignored
             if is_new and held.requires_grad and torch.is_grad_enabled():

@@ -26,16 +26,28 @@ def writers_of(cls: type) -> dict[str, Any]:
     if not callable(write) or "state_dict" not in inspect.signature(write).parameters:
         return {}
 
+    theirs: Any = getattr(cls, "should_save_on_this_rank", lambda *_, **__: True)
+
     @functools.wraps(write)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _is_sharded_by_them(self):
+            return write(self, *args, **kwargs)
         bound = inspect.signature(write).bind(self, *args, **kwargs)
         writes = bound.arguments.get("is_main_process", dist.get_rank() == 0)
         if bound.arguments.get("state_dict") is None:
             bound.arguments["state_dict"] = whole_state(self, keep=writes)
         return write(*bound.args, **bound.kwargs) if writes else None
 
-    # Asked on ranks that write, no other: theirs says yes on the first rank only.
-    return {"save_pretrained": save_pretrained, "should_save_on_this_rank": lambda *_, **__: True}
+    def should_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Asked on ranks that write, no other: theirs says yes on the first rank only.
+        return theirs(self, *args, **kwargs) if _is_sharded_by_them(self) else True
+
+    return {"save_pretrained": save_pretrained, "should_save_on_this_rank": should_save}
+
+
+def _is_sharded_by_them(model: nn.Module) -> bool:
+    """By `from_pretrained(distributed_config=...)`: their writing is a collective then."""
+    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
 
 
 def whole_state(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
