@@ -32,12 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
-    if torch.cuda.is_available():
-        return
+    """Skip what this machine cannot run, or CI has no time for, with the reason."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.get_closest_marker("long") and not os.environ.get("SHARDWISE_LONG"):
+            item.add_marker(pytest.mark.skip(reason="SHARDWISE_LONG=1, as make test-all sets it"))
 
 
 def pytest_sessionfinish() -> None:

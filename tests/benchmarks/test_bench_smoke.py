@@ -83,7 +83,7 @@ def test_chunked_loss_benchmark_shows_the_saving() -> None:
     assert row["chunked"]["peak_bytes"] >= row["head_grad_bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finetune_benchmark_trains_the_same_model_in_every_row() -> None:
     pytest.importorskip("transformers")
     result = run_benchmark("finetune.py", "--tiny", "--only", "recomputed", "--no-memory")

@@ -116,7 +116,7 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_slurm_requeues_what_was_asked_to_stop(tmp_path: Path, job: list[str]) -> None:
     command, variables = slurm(tmp_path, [*job, "--train.steps=100000"], free_port())
@@ -175,7 +175,7 @@ def process_of(pid: int, around: subprocess.Popen[str]) -> Any:
     return Child()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_skypilot_runs_two_nodes(tmp_path: Path, job: list[str]) -> None:
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
@@ -263,7 +263,7 @@ def lacking(given: Any, found: Any, at: str = "") -> list[str]:
     return [] if given == found else [at]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_ray_runs_two_workers(tmp_path: Path, job: list[str]) -> None:
     pytest.importorskip("ray.train", reason='pip install "shardwise[ray]"')

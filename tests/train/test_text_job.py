@@ -98,7 +98,7 @@ def rows_read(folder: Path, name: str) -> Counter[int]:
     return Counter(index for text in texts if text for index in json.loads(text))
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_any_number_of_ranks(folder: Path, world: int) -> None:
     on(1, folder, "one", {})
     on(world, folder, "many", {})
@@ -111,7 +111,7 @@ def test_any_number_of_ranks(folder: Path, world: int) -> None:
     assert sum("val_loss" in row for row in one) == 2
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_resume_on_other_ranks_goes_on_at_the_next_row(folder: Path, world: int) -> None:
     """Bit for bit under any_world, and no row is read twice or left out."""
     exact = {"run__reproducible": "any_world"}

@@ -84,7 +84,7 @@ def apart(one, other):
     return max(float((one[n] - other[n]).abs().max()) for n in one) / scale
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3])
+@pytest.mark.parametrize("micro_batch", [pytest.param(1, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_packed_is_unpacked(jobs, kind, micro_batch):
     (_, packed), (_, single) = jobs[True], jobs[False]

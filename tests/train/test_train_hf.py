@@ -95,7 +95,7 @@ def test_a_directory_is_trained_resumed_and_exported(rank: int, tmp_path: Path) 
         train_save_resume_export(name, tmp_path / name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @on_ranks(2, timeout_s=600)
 def test_every_model_of_the_table(rank: int, tmp_path: Path) -> None:
     for name in CONFIGS:
@@ -157,7 +157,7 @@ def test_other_dtypes(tmp_path: Path) -> None:
         assert loaded(out, "auto").dtype == getattr(torch, name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 4])
 def test_verify_takes_such_a_model(rank: int, tmp_path: Path) -> None:
     """Plain PyTorch, one rank, two and a resume agree to the last bit, with adapters too."""

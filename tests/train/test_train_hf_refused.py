@@ -210,7 +210,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         load_config(None, [("model.kind", "hf"), ("model.path", "x"), ("model.dim", "3")])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_says_it_in_a_line_and_writes_nothing(tmp_path: Path) -> None:
     path = make_directory("llama", tmp_path / "model")
     truncate(path)
