@@ -77,10 +77,11 @@ def gather_objects(own: Any, group: Group, what: str) -> list[Any]:
         dist.all_gather_object(found, own, group=group)
         return found
     data = _packed(own)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    work = partial(dist.all_gather, sizes, torch.tensor([data.numel()]), group=group, async_op=True)
+    own_size = torch.tensor([data.numel()], device="cpu")  # also inside of `torch.device("meta")`
+    sizes = [torch.zeros_like(own_size) for _ in range(world)]
+    work = partial(dist.all_gather, sizes, own_size, group=group, async_op=True)
     _run(work, group, what, heeds_work=True)
-    parts = [torch.empty(int(max(sizes)), dtype=torch.uint8) for _ in range(world)]
+    parts = [data.new_empty(int(max(sizes))) for _ in range(world)]
     data = torch.nn.functional.pad(data, (0, int(max(sizes)) - data.numel()))
     work = partial(dist.all_gather, parts, data, group=group, async_op=True)
     _run(work, group, what, heeds_work=True)
@@ -94,9 +95,9 @@ def broadcast_object(own: Any, group: Group, what: str) -> Any:
         dist.broadcast_object_list(box, group=group, group_src=0)
         return box[0]
     data = _packed(own)
-    for moved in (size := torch.tensor([data.numel()]), data):
+    for moved in (size := torch.tensor([data.numel()], device="cpu"), data):
         if moved is data and dist.get_rank(group):
-            moved = data = torch.empty(int(size), dtype=torch.uint8)
+            moved = data = data.new_empty(int(size))
         work = partial(dist.broadcast, moved, group=group, async_op=True, group_src=0)
         _run(work, group, what, heeds_work=True)
     return _unpacked(data)
