@@ -166,6 +166,10 @@ def test_operators_on_a_placement(rank: int, world: int) -> None:
         t.index_fill_(1, torch.tensor([0, 96]), 7.0)
     assert torch.equal(weight.full_tensor(), whole)
     assert unit_of(model.layers[0]).mark.count > before, "the next forward gathers again"
+    torch.add(whole, 1.0, out=weight)
+    torch.div(weight, 2.0, out=whole)  # a plain tensor is written whole
+    torch.mul(weight, 0.5, out=weight)
+    assert torch.equal(weight.full_tensor(), whole)
     torch.manual_seed(5)
     weight.normal_()
     torch.manual_seed(5)

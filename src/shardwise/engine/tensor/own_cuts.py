@@ -4,7 +4,6 @@ rule for them. What works shard by shard does so; everything else computes with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shardwise._torch_compat import local_of, make_spec, new_dtensor
 from shardwise.comm.exchange import gather_tensors
 from shardwise.engine.mesh.rows import RowShard, own_box
-from shardwise.engine.tensor.operators import OpInfo, map_tensors
+from shardwise.engine.tensor.operators import OpInfo
 
 _SHARD_BY_SHARD = frozenset("alias clone detach _to_copy".split())
 
@@ -45,44 +44,6 @@ def _join(local: torch.Tensor, rows: int, placement: RowShard, group: Any) -> to
     padded.narrow(dim, 0, local.size(dim)).copy_(local)
     parts = gather_tensors(padded, group, "all_gather of a tensor with cuts of its own")
     return torch.cat([p.narrow(dim, 0, n) for p, n in zip(parts, sizes, strict=True)], dim)
-
-
-def run_whole(
-    func: Any,
-    info: OpInfo,
-    args: Any,
-    kwargs: Any,
-    store: Callable[[Any, torch.Tensor], None],
-    wrap: Callable[[torch.Tensor], Any],
-) -> Any:
-    """Every rank computes with whole operands; what is written goes back by `store(target, whole)`,
-    what comes out is given as `wrap` makes it.
-    """
-    written: list[tuple[Any, torch.Tensor]] = []
-
-    def whole(t: torch.Tensor) -> torch.Tensor:
-        if not isinstance(t, DTensor):
-            return t
-        if not cuts_its_own_way(t):
-            return local_of(t.redistribute(placements=[Replicate()] * t.device_mesh.ndim))
-        return local_of(joined(t))
-
-    def writable(t: torch.Tensor) -> torch.Tensor:
-        full = whole(t)
-        if isinstance(t, DTensor):
-            full = full.clone()
-            written.append((t, full))
-        return full
-
-    given = [
-        map_tensors(arg, writable if i in info.writes else whole) for i, arg in enumerate(args)
-    ]
-    out = func(*given, **map_tensors(kwargs, whole))
-    for target, full in written:
-        store(target, full)
-    if info.returns_nothing:
-        return None
-    return args[0] if info.returns_written else map_tensors(out, wrap)
 
 
 # -- torch.distributed.checkpoint ------------------------------------------------------------------

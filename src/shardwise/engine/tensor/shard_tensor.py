@@ -141,7 +141,7 @@ class ShardTensor(DTensor):
             _finish_partial(info, args)
         if info.elementwise and rules.same_layout(args):
             result = _run_local(func, info, args, kwargs)
-        elif any(map(cuts_its_own_way, _sharded_in(args))):
+        elif any(map(cuts_its_own_way, _sharded_in((*args, *kwargs.values())))):
             result = _run_own_cuts(func, info, args, kwargs)
         else:
             result = _run_dtensor(func, info, args, kwargs)
@@ -369,7 +369,7 @@ def _run_dtensor(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
         if not _may_run_whole(info, error):
             _explain(error, func, originals, args)
             raise
-        out = _run_whole(func, args, kwargs)
+        out = _run_whole(func, info, args, kwargs)
     like = spec_of(args[0]) if info.is_like and type(args[0]) is ShardTensor else None
     if rules.averages_unevenly(out, list(originals.values())):
         out = func(*rules.map_tensors(args, whole_of), **rules.map_tensors(kwargs, whole_of))
@@ -393,13 +393,7 @@ def _run_own_cuts(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
     if own_cuts.works_on_shards(func, info) and type(args[0]) is ShardTensor:
         out = _run_local(func, info, args, kwargs)
         return _view_of(args[0], out, out, lambda w: w) if info.returns_view else out
-
-    def wrap(t: torch.Tensor) -> Any:
-        mesh = next(filter(cuts_its_own_way, _sharded_in(args))).device_mesh
-        spec = make_spec(mesh, (Replicate(),) * mesh.ndim, t.shape, t.stride(), t.dtype)
-        return ShardTensor.bare(t, spec)
-
-    out = own_cuts.run_whole(func, info, args, kwargs, store, wrap)
+    out = _run_whole(func, info, args, kwargs)
     if not info.returns_view or type(args[0]) is not ShardTensor:
         return out
 
@@ -428,10 +422,13 @@ def _explain(error: RuntimeError, func: Any, originals: dict[int, ShardTensor], 
     error.add_note(texts.no_rule_note(func, originals))
 
 
-def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """For an operator that DTensor has no rule for: every rank computes with whole operands."""
-    mesh = next(t.device_mesh for t in _sharded_in(args))
+def _run_whole(func: Any, info: rules.OpInfo, args: Any, kwargs: Any) -> Any:
+    """For an operator that DTensor has no rule for: every rank computes with whole operands, and
+    what is written goes back into the shards.
+    """
+    mesh = next(t.device_mesh for t in _sharded_in((*args, *kwargs.values())))
     replicated = (Replicate(),) * mesh.ndim
+    written: list[tuple[ShardTensor, torch.Tensor]] = []
 
     def wrap(t: torch.Tensor) -> torch.Tensor:
         return ShardTensor(t, make_spec(mesh, replicated, t.shape, t.stride(), t.dtype))
@@ -439,7 +436,25 @@ def _run_whole(func: Any, args: Any, kwargs: Any) -> Any:
     def whole(t: torch.Tensor) -> torch.Tensor:
         return local_of(whole_of(finished(t))) if type(t) is ShardTensor else local_or_self(t)
 
-    out = func(*rules.map_tensors(args, whole), **rules.map_tensors(kwargs, whole))
+    def writable(t: torch.Tensor) -> torch.Tensor:
+        full = whole(t)
+        if type(t) is ShardTensor:
+            full = full.clone()
+            written.append((t, full))
+        return full
+
+    names = {func._schema.arguments[i].name for i in info.writes}
+    given = [
+        rules.map_tensors(a, writable if i in info.writes else whole) for i, a in enumerate(args)
+    ]
+    named = {k: rules.map_tensors(a, writable if k in names else whole) for k, a in kwargs.items()}
+    out = func(*given, **named)
+    for target, full in written:
+        store(target, full)
+    if info.returns_nothing:
+        return None
+    if info.returns_written:
+        return written[0][0] if written else args[0]
     return rules.map_tensors(out, wrap)
 
 
