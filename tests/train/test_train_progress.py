@@ -3,6 +3,7 @@ traces."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.best import Best
 from shardwise.train.config_file import load_config
 from shardwise.train.console import Console
+from shardwise.train.run_dir import finished
 from shardwise.train.speed import flops_per_token, peak_flops
 from shardwise.train.trackers import Run, Trackers, chosen
 
@@ -172,6 +174,10 @@ def test_the_best_is_kept_and_the_run_ends_early(rank, tmp_path):
     assert [p.name for p in (run / "best").iterdir()] == [f"step_{best['step']:08d}"]
     assert checkpoint_names(run)[-1] == f"step_{rows[-1]['step']:08d}"
     run_job(run, **options)  # nothing is left to do
+    config = load_config(run / "config.toml").config
+    assert f"ended early at step {rows[-1]['step']} of 30" in finished(config)
+    more = dataclasses.replace(config, train=dataclasses.replace(config.train, patience=9))
+    assert not finished(more), "a scheduler may start it again"
     assert [p.name for p in (run / "best").iterdir()] == [f"step_{best['step']:08d}"]
     assert read_rows(run)[-1]["step"] == rows[-1]["step"]
     if rank == 0:  # a start from before that step: what is kept is not its own

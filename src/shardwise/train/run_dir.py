@@ -20,6 +20,7 @@ from typing import Any
 
 from shardwise.checkpoint.store import Checkpoint, list_checkpoints, read_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train.best import Best
 from shardwise.train.config import Config
 from shardwise.train.config_file import config_as_dict, load_config
 from shardwise.train.metrics import read_metrics
@@ -116,14 +117,22 @@ def finished(config: Config) -> str:
     do."""
     run_dir = RunDir(config)
     newest: Checkpoint | None = next(iter(list_checkpoints(run_dir.checkpoints).complete), None)
-    if config.checkpoint.resume == "off" or newest is None or newest.step < config.train.steps:
+    if config.checkpoint.resume == "off" or newest is None:
+        return ""
+    rows = [r for r in read_metrics(run_dir.metrics_file) if r["step"] <= newest.step]
+    best = Best.of_rows(rows)
+    ended_early = best.has_lost(config.train.patience)
+    if newest.step < config.train.steps and not ended_early:
         return ""
     changed = run_dir.changed_keys(config)
     if any(key.startswith(("model.", "data.", "run.seed")) for key in changed):
         return ""  # not this run: let the resume check say what differs
-    losses: list[Any] = [
-        r["val_loss"] for r in read_metrics(run_dir.metrics_file) if "val_loss" in r
-    ]
+    if ended_early:
+        return (
+            f"{run_dir.path} ended early at step {newest.step} of {config.train.steps}: {best}; "
+            "raise train.patience to go on, or choose another run.dir"
+        )
+    losses: list[Any] = [r["val_loss"] for r in rows if "val_loss" in r]
     result = f" (val_loss {losses[-1]:.4f})" if losses else ""
     return (
         f"{run_dir.path} is complete: step {newest.step} of {config.train.steps}{result}; "
