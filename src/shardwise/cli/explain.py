@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
-from shardwise.train.config import gather_limit, mesh_shape, parse_override, resolved_strategy
+from shardwise.train.config import gather_limit, resolved_strategy
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
 from shardwise.units import text_of_bytes
@@ -53,26 +53,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]]:
-    from shardwise.engine.services.grouping import choose_units
-    from shardwise.engine.services.shard_model import override_for
-    from shardwise.plan.model import plan_model
-    from shardwise.train.model import build_model, policy_of, unit_of_config
+    from shardwise.train.model import build_model, plan_of
 
-    config = loaded.config
-    model = build_model(config, loaded.path.parent if loaded.path else None)
-    groups = choose_units(model, unit_of_config(config, model))
-    overrides = dict(parse_override(entry) for entry in config.shard.overrides)
-    replicas, world = mesh_shape(config, num_ranks)
-    plan = plan_model(
-        model,
-        groups,
-        strategy=resolved_strategy(config),
-        policy=policy_of(config),
-        world=world,
-        replicas=replicas,
-        transport=config.shard.transport,
-        overrides=override_for(groups, overrides),
-    )
+    model = build_model(loaded.config, loaded.path.parent if loaded.path else None)
+    plan = plan_of(model, loaded.config, num_ranks)
     return plan, [*loaded.notes, *_reasons(loaded, plan)]
 
 

@@ -22,7 +22,7 @@ from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, config_as_dict, config_as_toml
 from shardwise.train.console import Console
 from shardwise.train.data import Data, open_data
-from shardwise.train.loop import run_steps
+from shardwise.train.loop import is_over, run_steps
 from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile, read_metrics
 from shardwise.train.model import build_model, fill, memory_notes, model_notes, shard
@@ -65,7 +65,7 @@ def _run(job: Job, notes: list[str]) -> None:
         end = run_steps(job)
         if job.copies is not None:
             job.copies.clear()
-        if not end.startswith("stopped by"):
+        if is_over(job):
             _export(job)
     except TrainingError:
         if job.copies is not None:  # to go on from just before would end alike

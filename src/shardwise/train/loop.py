@@ -62,19 +62,24 @@ def stepping(job: Job) -> Iterator[Step]:
         yield step
 
 
+def is_over(job: Job) -> bool:
+    """No step is left: all are taken, or evaluations have not become better for too long."""
+    return job.step >= job.config.train.steps or job.best.has_lost(job.config.train.patience)
+
+
 def _steps(job: Job, step: Step) -> str:
     config, first_step = job.config, job.step + 1
-    patience, run_dir = config.train.patience, RunDir(config)
-    while job.step < config.train.steps and not job.best.has_lost(patience):
+    run_dir = RunDir(config)
+    while not is_over(job):
         with profiled(job.step + 1, config.log.profile_steps, run_dir.profile, job.ranks.rank):
             row, stopped = step()
-        last = job.step == config.train.steps
+        last = is_over(job)
         evaluates = _due(config.train.eval_every, job.step, last)
         is_best = False
         if evaluates and job.data.held_out is not None:
             row.update(evaluate(job, job.data.held_out))
             is_best = job.best.take(job.step, row["val_loss"])
-            last |= job.best.has_lost(patience)
+            last = is_over(job)
         _report(job, row)
         if evaluates and job.tokenizer is not None:
             _show_samples(job)
@@ -95,7 +100,7 @@ def _steps(job: Job, step: Step) -> str:
     if job.saved_step < job.step:  # went on from memory and had no step left to take
         save(job)
     job.checkpoints.close()
-    if job.best.has_lost(patience):
+    if job.best.has_lost(config.train.patience):
         return f"ended early after step {job.step}: {job.best}"
     return f"finished step {job.step}"
 

@@ -22,6 +22,7 @@ from shardwise import MixedPrecisionPolicy, materialize, shard_model
 from shardwise.engine.services.grouping import choose_units
 from shardwise.engine.services.shard_model import override_for
 from shardwise.errors import ConfigError
+from shardwise.plan.model import PlannedModel, plan_model
 from shardwise.train.config import (
     HYBRID,
     Config,
@@ -107,6 +108,23 @@ def memory_notes(
     if refused:
         raise ConfigError(refused)
     return [said]
+
+
+def plan_of(model: nn.Module, config: Config, num_ranks: int) -> PlannedModel:
+    """Its units and what they cost a rank, as [shard] and [mesh] cut it."""
+    groups = choose_units(model, unit_of_config(config, model))
+    overrides = dict(parse_override(entry) for entry in config.shard.overrides)
+    replicas, world = mesh_shape(config, num_ranks)
+    return plan_model(
+        model,
+        groups,
+        strategy=resolved_strategy(config),
+        policy=policy_of(config),
+        world=world,
+        replicas=replicas,
+        transport=config.shard.transport,
+        overrides=override_for(groups, overrides),
+    )
 
 
 def policy_of(config: Config) -> MixedPrecisionPolicy:

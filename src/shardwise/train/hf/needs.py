@@ -19,24 +19,18 @@ import torch
 from torch import nn
 
 from shardwise.engine.services.grouping import choose_units
-from shardwise.engine.services.shard_model import override_for
-from shardwise.plan.model import PlannedModel, plan_model
 from shardwise.train.config import (
     Config,
     HFModelConfig,
-    mesh_shape,
     own_keys,
-    parse_override,
     resolved_strategy,
 )
 from shardwise.train.hf.activations import Saved, count_saved
 from shardwise.train.hf.room import room_on
-from shardwise.train.loss.causal import LossChoice
+from shardwise.train.loss.causal import LOGIT_COPIES, LossChoice
 from shardwise.train.loss.chunked import rows_of_chunk
-from shardwise.train.model import policy_of, unit_of_config
+from shardwise.train.model import plan_of, unit_of_config
 from shardwise.units import text_of_bytes
-
-_LOGIT_COPIES = 3  # float32: themselves, their log-softmax, the gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +59,7 @@ class Needs:
 
 def needs_of(model: nn.Module, config: Config, world: int, saved: Saved) -> Needs:
     """Of a model on meta, before it is sharded."""
-    plan = _plan(model, config, world)
+    plan = plan_of(model, config, world)
     micro, compute = config.train.micro_batch, 4 if config.shard.param_dtype == "float32" else 2
     units = plan.units
     trained = [sum(p.numel for b in u.layout.buckets for p in b.params if p.spec.requires_grad)
@@ -101,22 +95,7 @@ def _logits(model: Any, elements: int, config: Config) -> int:
         choice = LossChoice(config.train.chunked_loss, head.in_features, head.weight.requires_grad)
         if choice.chunks(tokens):
             elements = min(elements, rows_of_chunk(head.in_features) * head.out_features)
-    return elements * 4 * _LOGIT_COPIES
-
-
-def _plan(model: nn.Module, config: Config, world: int) -> PlannedModel:
-    groups = choose_units(model, unit_of_config(config, model))
-    overrides = dict(parse_override(entry) for entry in config.shard.overrides)
-    replicas, shards = mesh_shape(config, world)
-    return plan_model(
-        model,
-        groups,
-        strategy=resolved_strategy(config),
-        policy=policy_of(config),
-        world=shards,
-        replicas=replicas,
-        overrides=override_for(groups, overrides),
-    )
+    return elements * 4 * LOGIT_COPIES
 
 
 # -- what to change ------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from shardwise.train.loss.weights import NOT_TRAINED
 Mode = Literal["auto", "on", "off"]
 
 # Of the plain way: logits in float32, their log-softmax, and the gradient.
-_COPIES = 3
+LOGIT_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LossChoice:
         if self.mode == "off" or self.why_not:
             return False
         needed = rows_of_chunk(self.dim) + (self.dim if self.is_trained else 0)
-        return self.mode == "on" or _COPIES * num_tokens > needed
+        return self.mode == "on" or LOGIT_COPIES * num_tokens > needed
 
 
 def use_token_loss(model: nn.Module, mode: Mode) -> LossChoice | None:
@@ -169,4 +169,4 @@ def _forward_of(cls: type[nn.Module], head: str, choice: LossChoice) -> Any:
     return forward
 
 
-__all__ = ["LossChoice", "Mode", "token_mean", "use_token_loss"]
+__all__ = ["LOGIT_COPIES", "LossChoice", "Mode", "token_mean", "use_token_loss"]
