@@ -23,6 +23,7 @@ import numpy as np
 
 from shardwise.errors import ConfigError
 from shardwise.train.cache import cache_root, cached
+from shardwise.train.sources import files_named
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -72,19 +73,11 @@ def _stdlib_files() -> list[Path]:
 
 
 def _named_files(source: str | tuple[str, ...]) -> list[Path]:
-    files: list[Path] = []
-    for name in (source,) if isinstance(source, str) else source:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            found = sorted(p for p in _walk(path) if _is_text_or_tokens(p))
-            if not found:
-                raise ConfigError(f"data.source: no text files in directory {path}")
-            files += found
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise ConfigError(f"data.source: {name}: no such file or directory")
-    return list(dict.fromkeys(p.resolve() for p in files))
+    def inside(folder: Path) -> list[Path]:
+        return sorted(p for p in _walk(folder) if _is_text_or_tokens(p))
+
+    found = files_named(source, inside, "no text files in directory {path}")
+    return [path.resolve() for path in found]
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.train.sources import files_named
 
 _LINES, _TABLES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv", ".parquet")
 _TEXTS = (".txt", ".text", ".md", ".rst")
@@ -60,21 +61,13 @@ class Record:
 
 def find_files(source: str | tuple[str, ...], format: str) -> list[Path]:
     """The files that `data.source` names, those of a directory in the order of their names."""
-    found: list[Path] = []
-    for name in (source,) if isinstance(source, str) else source:
-        path = Path(name).expanduser()
-        if path.is_dir():
-            known = (*_LINES, *_TABLES, *(_TEXTS if format == "text" else ()))
-            inside = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) in known)
-            inside = [p for p in inside if not _is_hidden(p.relative_to(path))]
-            if not inside:
-                raise ConfigError(f"data.source: {path} has no file of {' '.join(known)}")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise ConfigError(f"data.source: {name}: no such file or directory")
-    files = list({p.resolve(): p for p in found}.values())
+    known = (*_LINES, *_TABLES, *(_TEXTS if format == "text" else ()))
+
+    def inside(folder: Path) -> list[Path]:
+        there = sorted(p for p in folder.rglob("*") if p.is_file() and _kind(p) in known)
+        return [p for p in there if not _is_hidden(p.relative_to(folder))]
+
+    files = files_named(source, inside, f"{{path}} has no file of {' '.join(known)}")
     for path in files:
         if format != "text" and _kind(path) not in (*_LINES, *_TABLES):
             raise ConfigError(
