@@ -126,6 +126,38 @@ def test_what_was_pending_fails_after_an_exception(rank: int, world: int) -> Non
 
 
 @on_ranks(2)
+def test_what_a_peer_did_before_its_exception_counts(
+    rank: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 reduces, ends, and gives up for a reason to which rank 1 may come too (a hook of the
+    sum). All of that happens between two looks of rank 1, which then has the sum as well.
+    """
+    transport = transport_of(rank, world)
+    domain = transport._domain
+    bucket = bucket_of(transport, 64, world)
+    transport.enter(at(0, "backward"))
+    if rank == 0:
+        time.sleep(0.3)  # rank 1 has looked, in vain
+        handle, out = reduce_ones(transport, bucket)
+        assert transport.missing(at(0, "backward")) == []
+    else:
+        heard = domain._is_abandoned
+
+        def hears_late() -> bool:
+            while not heard():
+                time.sleep(0.001)
+            return True
+
+        handle, out = reduce_ones(transport, bucket)
+        with monkeypatch.context() as patch:
+            patch.setattr(domain, "_is_abandoned", hears_late)
+            assert transport.missing(at(0, "backward")) == []
+    handle.wait()
+    assert out[0] == 2.0
+    transport.abandon()
+
+
+@on_ranks(2)
 def test_calls_at_the_wrong_moment(rank: int, world: int) -> None:
     transport = transport_of(rank, world)
     bucket = bucket_of(transport, 64, world)

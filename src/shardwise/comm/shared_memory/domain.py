@@ -243,6 +243,10 @@ class Domain:
         finally:
             self._limit_s = None
 
+    def _is_abandoned(self) -> bool:
+        self.order()
+        return any(self.controls[i].has_abandoned(self.phase) for i in self.others)
+
     def check_gone(self) -> None:
         """Raise when a peer has abandoned this phase and may be writing its shards."""
         self.order()
@@ -349,7 +353,10 @@ class Domain:
             if ready():
                 self.order()
                 return
-            if heed_abandon:
+            if heed_abandon and self._is_abandoned():
+                if ready():  # what a peer did before its exception counts
+                    self.order()
+                    return
                 self.check_abandoned()
             self._tell_sleep(seen)
             try:
