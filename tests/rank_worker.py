@@ -258,6 +258,11 @@ class Reset:
             sys.modules["numpy"].random.seed(0)
         torch.manual_seed(0)
         gc.collect()
+        module = sys.modules.get("shardwise.engine.module")
+        if module is not None and module._also:
+            sys.modules["shardwise.install"].uninstall()
+            module.count_as(())
+            raise AssertionError("the test left install() in force")
 
     def _stale(self) -> str:
         import torch.distributed as dist
