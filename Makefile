@@ -47,6 +47,7 @@ finetune: setup
 	$(BIN)/python examples/smollm2/make_chats.py data/chats.jsonl
 	$(BIN)/shardwise generate models/smollm2 $(QUESTIONS)
 	$(BIN)/shardwise train $(FINETUNE) --nproc 2
+	$(BIN)/torchrun --nproc-per-node 2 examples/smollm2/same_logits.py runs/finetune
 	$(BIN)/shardwise generate runs/finetune/model $(QUESTIONS)
 
 # Two at a time, file by file: many tests wait for ranks that are late, stopped or gone.

@@ -60,6 +60,8 @@ def test_memory_mfu_and_time_left_are_shown(
     assert capsys.readouterr().out == (
         "step  20/110  loss 1.0000  lr 1.00e-01  mem 1.50 GiB  mfu 43.2%  eta 0:03:00\n"
     )
+    console.step({"step": 0, "val_loss": 2.0})  # before the first step: no rate, no speed
+    assert capsys.readouterr().out == "step   0/110  val_loss 2.0000\n"
 
 
 # -- trackers ------------------------------------------------------------------------------------
@@ -189,12 +191,28 @@ def test_the_best_is_kept_and_the_run_ends_early(rank, tmp_path):
         assert not [p for p in (run / "best").iterdir() if p.name.startswith("step_")]
 
 
+@on_ranks(2)
+def test_an_evaluation_before_the_first_step(tmp_path):
+    """A row of its own, which counts for nothing; a start that comes again writes it once."""
+    run = tmp_path / "run"
+    options = {"train__eval_at_start": True, "train__eval_every": 2, "train__patience": 1}
+    run_job(run, die_in=2, train__steps=4, **options)  # before any checkpoint
+    assert [row["step"] for row in read_rows(run)] == [0, 1]
+    run_job(run, train__steps=4, **options, log__trackers="figure")
+    rows = read_rows(run)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert set(rows[0]) == {"step", "val_loss"}
+    assert rows[0]["val_loss"] > rows[4]["val_loss"]
+    assert Best.of_rows(rows[:1]).step == 0 and Best.of_rows(rows[:1]).since == 0
+    assert Best.of_rows([rows[0] | {"val_loss": 0.0}, rows[2]]).step == 2
+
+
 def test_patience_needs_held_out_data() -> None:
     from shardwise.train.job import _check_held_out
 
     loaded = load_config(None, [("train.patience", "2")])
     data: Any = SimpleNamespace(held_out=None)
-    with pytest.raises(ConfigError, match=r"--train.patience: goes by val_loss, but the data has"):
+    with pytest.raises(ConfigError, match=r"--train.patience: needs val_loss, but the data has"):
         _check_held_out(loaded, data)
 
 

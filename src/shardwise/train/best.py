@@ -24,7 +24,7 @@ class Best:
     def of_rows(cls, rows: Iterable[dict[str, Any]]) -> Best:
         best = cls()
         for row in rows:
-            if "val_loss" in row:
+            if "val_loss" in row and row["step"] > 0:  # of what training made, not of the start
                 best.take(row["step"], row["val_loss"])
         return best
 

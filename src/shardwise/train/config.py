@@ -141,6 +141,8 @@ class TrainConfig:
     """Never hold all logits of a transformers model; auto: where they outweigh what that needs."""
     eval_every: int = 40
     """Steps between evaluations on the held-out part (and after the last step); 0: never."""
+    eval_at_start: bool = False
+    """Evaluates before the first step too, as step 0: what training has gained is then known."""
     eval_samples: int = 128
     """Held-out sequences per evaluation, evenly spread over the held-out part."""
     patience: int = 0

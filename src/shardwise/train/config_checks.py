@@ -55,6 +55,7 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
         found["train.eval_samples"] = "train.eval_every", "is 0"
         wanted = {"train.patience": config.train.patience, "log.samples": config.log.samples}
         wanted["checkpoint.best"] = config.checkpoint.best
+        wanted["train.eval_at_start"] = config.train.eval_at_start
         found |= {key: ("train.eval_every", "is 0") for key, value in wanted.items() if value}
     if not config.log.samples:
         found["log.sample_tokens"] = "log.samples", "is empty"

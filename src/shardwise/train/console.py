@@ -94,10 +94,11 @@ def _short(row: dict[str, Any]) -> str:
 def _parts(row: dict[str, Any]) -> list[str]:
     """The losses, what else the model logs, then norm, rate, memory and speed."""
     others = [k for k in row if k not in _NOT_OF_THE_MODEL and not k.endswith("_per_s")]
-    parts = [f"{name} {row[name]:.4f}" for name in ["loss", *others]]
+    parts = [f"{name} {row[name]:.4f}" for name in ["loss", *others] if name in row]
     if "grad_norm" in row:  # not known where units step in the backward
         parts.append(f"norm {row['grad_norm']:.2f}")
-    parts.append(f"lr {row['lr']:.2e}")
+    if "lr" in row:  # not of step 0, which is an evaluation alone
+        parts.append(f"lr {row['lr']:.2e}")
     if "peak_memory_bytes" in row:  # of the rank that has most
         parts.append(f"mem {row['peak_memory_bytes'] / 2**30:.2f} GiB")
     if "mfu" in row:

@@ -180,8 +180,9 @@ def build_job(
 def _check_held_out(loaded: LoadedConfig, data: Data) -> None:
     config = loaded.config
     wanted = {"train.patience": config.train.patience, "checkpoint.best": config.checkpoint.best}
+    wanted["train.eval_at_start"] = config.train.eval_at_start
     for key in (key for key, value in wanted.items() if value and data.held_out is None):
-        raise loaded.error(key, "goes by val_loss, but the data has no held-out part")
+        raise loaded.error(key, "needs val_loss, but the data has no held-out part")
 
 
 def _tokenizer_of_samples(config: Config) -> Any:

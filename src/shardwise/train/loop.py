@@ -70,6 +70,8 @@ def is_over(job: Job) -> bool:
 def _steps(job: Job, step: Step) -> str:
     config, first_step = job.config, job.step + 1
     run_dir = RunDir(config)
+    if job.step == 0 and config.train.eval_at_start and job.data.held_out is not None:
+        _report(job, {"step": 0, **evaluate(job, job.data.held_out)})
     while not is_over(job):
         with profiled(job.step + 1, config.log.profile_steps, run_dir.profile, job.ranks.rank):
             row, stopped = step()

@@ -18,7 +18,8 @@ class MetricsFile:
     """Appends rows; opened on rank 0 only."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = [row for row in read_metrics(path) if row["step"] <= resumed_step]
+        rows = read_metrics(path) if resumed_step else []
+        kept = [row for row in rows if row["step"] <= resumed_step]
         lines = "".join(json.dumps(row) + "\n" for row in kept)
         if path.exists():
             replace_file(path, lines.encode())

@@ -33,14 +33,15 @@ class Place:
         from matplotlib.figure import Figure
 
         self._drawn = time.monotonic()
-        rows = [r for r in read_metrics(self._run.directory / "metrics.jsonl") if "loss" in r]
+        every = read_metrics(self._run.directory / "metrics.jsonl")
+        rows = [r for r in every if "loss" in r]
         if not rows:
             return
         figure = Figure(figsize=(7, 4), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
         axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], lw=0.8, label="loss")
-        held = [r for r in rows if "val_loss" in r]
+        held = [r for r in every if "val_loss" in r]
         if held:
             axes.plot(
                 [r["step"] for r in held], [r["val_loss"] for r in held], "o-", label="val_loss"
