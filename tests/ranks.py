@@ -33,7 +33,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -213,13 +213,20 @@ class RankGroup:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 pipe.send_bytes(message)
 
-    def join(self, timeout_s: float = 60.0, grace_s: float | None = None) -> list[Outcome]:
+    def join(
+        self,
+        timeout_s: float = 60.0,
+        grace_s: float | None = None,
+        ranks: Collection[int] | None = None,
+    ) -> list[Outcome]:
         """Wait until every rank has ended its job, or time is up; outcomes in rank order.
 
-        grace_s shortens the wait once a rank has failed or died. May be called again to wait on.
+        grace_s shortens the wait once a rank has failed or died; `ranks` are those to wait for,
+        where others will never end. May be called again to wait on.
         """
         deadline = time.monotonic() + timeout_s
-        pending = {pipe: r for r, pipe in enumerate(self._pipes) if r not in self._outcomes}
+        asked = range(len(self._pipes)) if ranks is None else ranks
+        pending = {self._pipes[r]: r for r in asked if r not in self._outcomes}
         while pending and (ready := wait(list(pending), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
                 rank = pending.pop(pipe)

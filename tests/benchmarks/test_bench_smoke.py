@@ -49,7 +49,7 @@ def test_meta_init_benchmark_reports_every_rank() -> None:
     assert all(rank["peak_pss_bytes"] > 0 for rank in result["ranks"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_numbers_on_any_number_of_ranks(tmp_path: Path) -> None:
     folder, file = tmp_path / "jobs", tmp_path / "result.json"
     options = ("--quick", "--parts", "identical", "--folder", str(folder), "--json", str(file))

@@ -177,24 +177,25 @@ def run_plans(
     errors, out = console_of(sys.stderr), console_of(sys.stdout)
     facts, deadline = machine.describe(), Deadline(limit_s)
     comparisons: list[Comparison] = []
-    for plan in plans:
-        sized = replace(plan, workload=sized_for(plan.workload, plan.precision, errors))
-        comparisons.append(compare(sized, errors, deadline))
-        show(out, comparisons[-1])
-    out.print(LEGEND, style="dim")
-    out.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
-    result = {
+    result: dict[str, Any] = {
         "benchmark": "engines",
         "schema": 2,
         **facts,
         "adamw": plans[0].optimizer,
         "threads_per_rank": plans[0].num_threads,
         "memory_by": "cgroup" if plans[0].cgroup else "summed PSS",
-        "comparisons": [comparison.as_json() for comparison in comparisons],
+        "comparisons": [],
     }
+    for plan in plans:
+        sized = replace(plan, workload=sized_for(plan.workload, plan.precision, errors))
+        comparisons.append(compare(sized, errors, deadline))
+        show(out, comparisons[-1])
+        result["comparisons"].append(comparisons[-1].as_json())
+        if json_file:  # now: who ends the rest early keeps what is measured
+            Path(json_file).write_text(json.dumps(result) + "\n")
+    out.print(LEGEND, style="dim")
+    out.print(", ".join(f"{key} {value}" for key, value in facts.items()), style="dim")
     line = json.dumps(result)
-    if json_file:
-        Path(json_file).write_text(line + "\n")
     if figure_file:
         from shardwise.bench.figure import draw
 
