@@ -14,7 +14,8 @@ def run_python(code):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "-h"]]
+    "arguments",
+    [["--help"], ["--version"], ["train", "--help"], ["train", "-h"], ["import-config", "--help"]],
 )
 def test_help_needs_neither_torch_nor_numpy(arguments):
     """Which is what keeps it fast: each costs more than all the rest."""

@@ -12,6 +12,7 @@ block to a file that later commands and blocks of the page may use.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -30,9 +31,11 @@ from ranks import run_ranks
 from shardwise.bench.command import parser as bench_parser
 from shardwise.bench.engines import parse_engines
 from shardwise.bench.workload import workload_named
+from shardwise.cli import main as shardwise_main
 from shardwise.doctor.command import parser as verify_parser
 from shardwise.doctor.command import plan_of
 from shardwise.errors import ConfigError
+from shardwise.install import uninstall
 from shardwise.train.command import parse
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import load_config
@@ -40,6 +43,7 @@ from shardwise.train.config_file import load_config
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "toml", "sh", "console", "diff", "text"}
+_MIGRATING = ROOT / "docs" / "migrating.md"
 _FENCE = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -95,6 +99,7 @@ def run_block(rank: int, world: int, texts: list[tuple[str, str, str | None]], w
         _run_texts(texts, namespace)
     finally:
         logging.getLogger("shardwise").removeHandler(warned)
+        uninstall()  # what a block of docs/integrations.md leaves in force
     assert warned.texts == []
 
 
@@ -190,8 +195,21 @@ def _shardwise(words: list[str], folder: Path) -> None:
     if words[0] == "data":
         assert load_config(folder / words[1], parse(words[2:]).overrides)
         return
+    if words[0] == "import-config":
+        _import_config(words, folder)
+        return
     assert words[0] == "train", f"shardwise {words[0]} does not exist"
     _train(words[1:], folder)
+
+
+def _import_config(words: list[str], folder: Path) -> None:
+    """It is run on the page's file; what it writes loads, and is the page's next configuration."""
+    with contextlib.chdir(folder):
+        assert shardwise_main(words) == 0
+        if "--write" in words:
+            written = Path(words[words.index("--write") + 1])
+            assert load_config(written)
+            assert "\n".join(written.read_text().splitlines()[3:]) in _MIGRATING.read_text()
 
 
 def _bench(words: list[str], folder: Path) -> None:

@@ -36,6 +36,10 @@ _COMMANDS = {
         "shardwise.doctor.command",
         "is a model trained alike on one rank, on several, and after a resume?",
     ),
+    "import-config": (
+        "shardwise.importing.command",
+        "what a file of DeepSpeed, Accelerate or the Trainer means here, key by key",
+    ),
     "generate": ("shardwise.train.hf.generate", "what a model says to a prompt"),
     "checkpoint": (
         "shardwise.cli.checkpoint",

@@ -114,7 +114,7 @@ def config_as_toml(config: Config) -> str:
     lines: list[str] = []
     for name, section in config_as_dict(config).items():
         lines.append(f"[{name}]")
-        lines += [f"{_toml_key(key)} = {_toml_value(value)}" for key, value in section.items()]
+        lines += [f"{_toml_key(key)} = {toml_value(value)}" for key, value in section.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -373,15 +373,15 @@ def _toml_key(key: str) -> str:
     )
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's, except that TOML wants DEL escaped too.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
+        return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, dict):
-        pairs = (f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items())
+        pairs = (f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items())
         return "{ " + ", ".join(pairs) + " }" if value else "{}"
     return str(value)  # numbers (repr round-trips; TOML writes inf and nan alike), dates

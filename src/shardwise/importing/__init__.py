@@ -1,0 +1,1 @@
+"""`shardwise import-config`: what others' configurations mean here, no key dropped."""
