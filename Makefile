@@ -59,8 +59,7 @@ test-all: test
 	SHARDWISE_EXAMPLES=30 $(BIN)/python -m pytest --timeout 7200 tests/checkpoint/test_checkpoint_hostile.py \
 		tests/checkpoint/test_checkpoint_every_value.py tests/layout
 	$(PIP_INSTALL) -qq -e ".[ray]"
-	SHARDWISE_LONG=1 $(BIN)/python -m pytest tests/examples/test_launch.py tests/benchmarks/test_bench_smoke.py \
-		tests/train -k "hf or text or launch or finetune"
+	SHARDWISE_LONG=1 $(BIN)/python -m pytest -m long
 	$(PIP_INSTALL) -qq -e ".[integrations]"
 	$(PIP_INSTALL) -qq --no-deps torchtitan spmd_types torchdata einops torch_checkpointing triton
 	$(BIN)/python -m pytest tests/integrations

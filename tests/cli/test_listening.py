@@ -66,7 +66,7 @@ def listening(pids: set[int]) -> list[str]:
         ["train", "job.toml", "--nproc=2", "--run.dir=run"],
         pytest.param(
             ["verify", "job.toml", "--ranks=2", "--strategies=full_shard", "--steps=2"],
-            marks=pytest.mark.slow,  # it has other rungs before
+            marks=pytest.mark.long,  # it has other rungs before
         ),
         ["bench", "job.toml", "--engines=shardwise,ddp", "--nproc=2"],
     ],

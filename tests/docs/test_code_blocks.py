@@ -39,6 +39,7 @@ from shardwise.install import uninstall
 from shardwise.train.command import parse
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import load_config
+from shardwise.train.hf.generate import parser as generate_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -194,6 +195,9 @@ def _shardwise(words: list[str], folder: Path) -> None:
         return
     if words[0] == "data":
         assert load_config(folder / words[1], parse(words[2:]).overrides)
+        return
+    if words[0] == "generate":
+        assert generate_parser().parse_args(words[1:]).prompt
         return
     if words[0] == "import-config":
         _import_config(words, folder)

@@ -19,12 +19,13 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.options import CommandParser
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
+def parser() -> argparse.ArgumentParser:
+    """Of its command line."""
+    own = CommandParser(
         prog="shardwise generate",
         description="What a model says to a prompt: a directory of transformers or peft, a run.",
     )
-    add = parser.add_argument
+    add = own.add_argument
     add("path", type=Path, metavar="DIR", help="of a model or its adapters, a run, a checkpoint")
     add("--prompt", required=True, action="append", help="may be given several times")
     add("--system", help="the system's turn of the chat; by default what the template says")
@@ -34,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of what is drawn where T is above 0 (0)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--json", action="store_true", help="one JSON object on stdout")
-    return parser
+    return own
 
 
 def _count(text: str) -> int:
@@ -56,7 +57,7 @@ def _temperature(text: str) -> float:
 def main(arguments: Sequence[str]) -> int:
     """Runs `generate`; returns the exit code."""
     try:
-        options = _parser().parse_args(list(arguments) or ["--help"])
+        options = parser().parse_args(list(arguments) or ["--help"])
         answers = _run(options)
     except (ConfigError, CheckpointError, OSError, MemoryError) as error:
         print(f"shardwise generate: {str(error) or type(error).__name__}", file=sys.stderr)
