@@ -13,7 +13,7 @@ from pathlib import Path
 BUDGETS = {
     "engine, comm, layout": 18_545,
     "checkpoint": 5_200,
-    "train": 9_250,
+    "train": 9_520,
     "bench, doctor": 3_660,
     "cli, plan": 775,
     "importing": 2_200,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer

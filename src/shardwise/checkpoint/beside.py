@@ -1,9 +1,9 @@
 """What makes weights a Hugging Face directory: configuration and tokenizer, beside them.
 
 A checkpoint of ours keeps the configuration's text, and the directory that the weights once came
-from, whose tokenizer goes along; a source that is a directory has its own files. A model of
-`transformers` may stand inside a wrapper (which computes a loss, say): what is written is that
-model, and its names lose the wrapper's prefix.
+from, whose tokenizer goes along where no other directory is named for that; a source that is a
+directory has its own files. A model of `transformers` may stand inside a wrapper (which computes a
+loss, say): what is written is that model, and its names lose the wrapper's prefix.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from torch import nn
 from shardwise.checkpoint.bounded import parse_json
 from shardwise.checkpoint.names import canonical, wrapped
 from shardwise.checkpoint.said import Said
+from shardwise.checkpoint.source import Source
 from shardwise.engine.module import FSDPModule
 
-BESIDE = "beside"  # the key of our objects: {"prefix": ..., "from": ..., file name: text}
+# The key of our objects: {"prefix": ..., "from": ..., "tokenizer_from": ..., file name: text}
+BESIDE = "beside"
+_OF_MODEL = ("config.json", "generation_config.json")
 _NAMES = re.compile(
     r"(config|generation_config|preprocessor_config|processor_config|special_tokens_map"
     r"|added_tokens|tokenizer\w*|vocab|spiece|sentencepiece[\w.]*|merges|chat_template)"
@@ -69,6 +72,9 @@ def contents(files: Mapping[str, str], dtypes: Iterable[Any] = ()) -> dict[str, 
     """The files to write, of what a checkpoint keeps; `dtypes` are those of the weights as
     written."""
     found = files_in(Path(files["from"])) if "from" in files else {}
+    if "tokenizer_from" in files:
+        found = {n: found[n] for n in _OF_MODEL if n in found}
+        found |= tokenizer_in(Path(files["tokenizer_from"]))
     found |= {n: t.encode() for n, t in files.items() if _NAMES.fullmatch(n)}
     floating = [d for d in dtypes if d.is_floating_point]
     if "config.json" in found and floating:
@@ -82,8 +88,25 @@ def contents(files: Mapping[str, str], dtypes: Iterable[Any] = ()) -> dict[str, 
 def files_in(directory: Path) -> dict[str, bytes]:
     """The configuration, tokenizer and so on in a directory of weights; none without a
     config.json."""
-    if not os.path.isfile(directory / "config.json"):  # False for a name that cannot be
-        return {}
+    # False for a name that cannot be
+    return _files_in(directory) if os.path.isfile(directory / "config.json") else {}
+
+
+def tokenizer_in(directory: Path) -> dict[str, bytes]:
+    """What is there of a tokenizer or processor, with or without a model."""
+    found = _files_in(directory) if os.path.isdir(directory) else {}
+    return {name: content for name, content in found.items() if name not in _OF_MODEL}
+
+
+def tokenizer_of(source: Source) -> dict[str, bytes]:
+    """What goes with weights, the model's own configuration left out."""
+    if BESIDE in source.objects:
+        found = contents(source.objects[BESIDE])
+        return {name: content for name, content in found.items() if name not in _OF_MODEL}
+    return tokenizer_in(source.path if source.path.is_dir() else source.path.parent)
+
+
+def _files_in(directory: Path) -> dict[str, bytes]:
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())

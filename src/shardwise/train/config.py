@@ -169,6 +169,8 @@ class OptimConfig:
     """Where cosine, linear and wsd end, as a share of lr."""
     decay_share: float = 0.2
     """wsd: share of all steps, at the end, in which the rate falls."""
+    state_dtype: Literal["param", "bfloat16"] = "param"
+    """What it keeps of a parameter: in the parameter's dtype, or half that where its kernel can."""
     in_backward: bool = False
     """Step each unit in the backward and free its gradients; needs train.grad_clip = 0."""
 

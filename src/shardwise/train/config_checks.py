@@ -25,9 +25,10 @@ from shardwise.train.config import (
     gather_limit,
     is_factory,
     mesh_shape,
+    own_keys,
     parse_override,
 )
-from shardwise.train.optimizer_keys import takes
+from shardwise.train.optimizer_keys import num_states, takes
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 from shardwise.train.trackers import tracker_problem
 
@@ -68,6 +69,8 @@ def _ineffective_of_optim(optim: OptimConfig) -> dict[str, tuple[str, str]]:
         found["optim.final_lr_ratio"] = "optim.schedule", "is 'constant'"
     if optim.schedule != "wsd":
         found["optim.decay_share"] = "optim.schedule", f"is {optim.schedule!r}"
+    if not num_states(optim.kind, own_keys(optim)):
+        found["optim.state_dtype"] = "optim.momentum", f"is 0, and {optim.kind} keeps nothing else"
     for key in ("betas", "weight_decay"):
         if not takes(optim.kind, key):
             found[f"optim.{key}"] = "optim.kind", f"is {optim.kind!r}, which has none"

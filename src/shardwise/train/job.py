@@ -25,8 +25,16 @@ from shardwise.train.data import Data, open_data
 from shardwise.train.loop import is_over, run_steps
 from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile, read_metrics
-from shardwise.train.model import build_model, fill, memory_notes, model_notes, shard
-from shardwise.train.optimizer import build_optimizer
+from shardwise.train.model import (
+    build_model,
+    fill,
+    memory_notes,
+    model_notes,
+    shard,
+    take_tokenizer,
+)
+from shardwise.train.optimizer import build_optimizer, way_of
+from shardwise.train.optimizer_state import bring_to_dtype
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.running import Job
@@ -101,6 +109,8 @@ def build_job(
     data = ranks.on_each(lambda: open_data(config, search_dir))
     numerics.check_data(config, data, ranks)
     model = ranks.on_each(lambda: build_model(config, search_dir))
+    fused = config.run.reproducible != "any_world" or device.type != "cpu"
+    ranks.on_each(lambda: way_of(model, config.optim, device, fused=fused))
     ranks.on_each(lambda: check_sizes(data, model))
     ranks.on_each(lambda: _check_held_out(loaded, data))
     manager = CheckpointManager(
@@ -112,13 +122,13 @@ def build_job(
     copies = find_copies(run_dir, ranks)
     start, copies, found = find_start(config, manager, copies, ranks, data, model, device)
     notes = [*loaded.notes, *model_notes(model, config), *data.notes, *found]
+    notes += take_tokenizer(model, config, ranks)
     if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
         notes.append(f"changed since the run began: {', '.join(changed)}")
 
     notes += ranks.on_each(lambda: memory_notes(model, config, ranks.world_size, device))
     shard(model, config, device, ranks.world_size)
     ranks.on_each(lambda: fill(model, config, device, is_resumed=start is not None))
-    fused = config.run.reproducible != "any_world" or device.type != "cpu"
     optimizer = ranks.on_each(lambda: build_optimizer(model, config.optim, fused=fused))
     if config.optim.in_backward:
         step_in_backward(model, optimizer)
@@ -130,6 +140,7 @@ def build_job(
             copies.bring(start, model)
         # Learning rate and decay are configuration: a changed one takes effect.
         restored = manager.load(start, model, optimizer, options=False)
+        bring_to_dtype(optimizer, config.optim)
         step, position = start.step, restored.extra["position"]
         loss = restored.extra.get("loss")
         where = f"memory at step {step}: " if copies is not None else ""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import MixedPrecisionPolicy, materialize, shard_model
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.engine.services.grouping import choose_units
 from shardwise.engine.services.shard_model import override_for
 from shardwise.errors import ConfigError
@@ -94,6 +95,17 @@ def model_notes(model: nn.Module, config: Config) -> list[str]:
     from shardwise.train.hf.prepare import in_words
 
     return list(in_words(model, config))
+
+
+def take_tokenizer(model: nn.Module, config: Config, ranks: Ranks) -> list[str]:
+    """Lets checkpoints keep the tokenizer that goes along; what to tell about it. Collective."""
+    if not isinstance(config.model, HFModelConfig):
+        return []
+    from shardwise.train.hf.tokenizer import beside_weights, take_along
+
+    kept, said = ranks.on_rank0(lambda: beside_weights(model, config))
+    take_along(model, kept)
+    return [said] if said else []
 
 
 def memory_notes(

@@ -9,7 +9,9 @@ optim.no_decay    bias         parameters named bias
 from __future__ import annotations
 
 import fnmatch
+import functools
 import inspect
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.train.config import OptimConfig, own_keys
 from shardwise.train.optimizer_keys import OPTIMIZERS, takes
+from shardwise.train.optimizer_state import in_bfloat16, way_with_bfloat16, with_bfloat16
 
 
 def build_optimizer(
@@ -31,20 +34,31 @@ def build_optimizer(
     keys = dict(own_keys(config))
     if takes(kind, "betas"):
         keys["betas"] = config.betas
+    device = next(model.parameters()).device
+    way = way_of(model, config, device, fused=fused)
     try:
-        return cls(_groups(model, config), lr=config.lr, **keys, **_how(cls, model, fused))
+        build = functools.partial(with_bfloat16, cls) if in_bfloat16(config) else cls
+        return build(_groups(model, config), lr=config.lr, **keys, **way)
     except (ValueError, RuntimeError) as error:  # a number that the optimizer refuses
         raise ConfigError(f"optim.kind: {kind} says: {error}") from None
 
 
-def _how(cls: type[torch.optim.Optimizer], model: nn.Module, fused: bool) -> dict[str, bool]:
-    """Fused where there is such a kernel: the plain loop takes several times as long on CPU; see
-    benchmarks/README.md."""
-    taken = inspect.signature(cls).parameters
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
-    if fused and "fused" in taken and (on_cpu or cls is not torch.optim.Adagrad):
-        return {"fused": True}
-    return {"foreach": True}
+def way_of(
+    model: nn.Module, config: OptimConfig, device: torch.device, *, fused: bool
+) -> Mapping[str, bool]:
+    """How steps are computed: fused where there is such a kernel, since the plain loop takes
+    several times as long on CPU (see benchmarks/README.md). ConfigError where `optim.state_dtype`
+    is nothing for it."""
+    cls = getattr(torch.optim, OPTIMIZERS[config.kind][0])
+    ways = [{"foreach": True}]
+    on_cpu = device.type == "cpu"
+    has_fused = "fused" in inspect.signature(cls).parameters
+    if fused and has_fused and (on_cpu or cls is not torch.optim.Adagrad):
+        ways.insert(0, {"fused": True})
+    if not in_bfloat16(config):
+        return ways[0]
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    return way_with_bfloat16(config, dtypes, device, ways)
 
 
 def _groups(model: nn.Module, config: OptimConfig) -> list[dict[str, object]]:

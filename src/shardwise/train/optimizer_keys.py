@@ -7,7 +7,7 @@ computed (foreach, fused, capturable, differentiable), which the job chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwise.train.options import nearest
@@ -71,6 +71,15 @@ CHOSEN_BY_THE_JOB = ("foreach", "fused", "capturable", "differentiable")
 
 def takes(kind: str, key: str) -> bool:
     return key in OPTIMIZERS[kind][1]
+
+
+def num_states(kind: str, own: Mapping[str, Any]) -> int:
+    """Tensors of a parameter's size that the optimizer keeps, with these keys of its own."""
+    if kind == "sgd":
+        return int(bool(own.get("momentum")))
+    if kind == "rmsprop":
+        return 1 + bool(own.get("momentum")) + bool(own.get("centered"))
+    return {"adagrad": 1, "asgd": 1}.get(kind, 2) + bool(own.get("amsgrad"))
 
 
 def kind_problem(kind: str) -> str:

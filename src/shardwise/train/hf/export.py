@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.beside import BESIDE, contents, files_in
+from shardwise.checkpoint.beside import BESIDE, contents, files_in, tokenizer_of
 from shardwise.checkpoint.exporting import export_safetensors
 from shardwise.checkpoint.importing import open_source
 from shardwise.checkpoint.placement import storage_bytes
@@ -89,7 +89,7 @@ def _export_adapters(
     source: Source, directory: Path, dtype: torch.dtype | None, card: dict[str, bytes]
 ) -> int:
     beside: dict[str, str] = source.objects[BESIDE]
-    kept = {n: t for n, t in contents(beside).items() if "config" not in n or "tokenizer" in n}
+    kept = tokenizer_of(source)
     names = {_peft_name(k): k for k in sorted(source.tensors) if k.startswith(MODEL)}
     kinds = {name: dtype or source.tensors[key].dtype for name, key in names.items()}
     write_directory(
@@ -145,6 +145,7 @@ def merge(
 
     beside = files_in(described.path)
     beside |= contents({"config.json": described.text}, kinds.values())
+    beside |= tokenizer_of(adapters.source)
     beside |= _card(adapters.source)
     sized = [(name, kinds[name], weights.tensors[key].shape) for name, key in keys.items()]
     write_directory(directory, sized, content, max_shard_bytes, beside)

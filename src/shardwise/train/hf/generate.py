@@ -124,6 +124,7 @@ def _of_directory(path: Path) -> tuple[Any, Any]:
 
 
 def _of_adapters(path: Path) -> tuple[Any, Any]:
+    from shardwise.checkpoint.beside import tokenizer_in
     from shardwise.train.hf.library import library
 
     said = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
@@ -134,6 +135,8 @@ def _of_adapters(path: Path) -> tuple[Any, Any]:
             f"shardwise checkpoint merge {path} DIR --base BASE"
         )
     model, tokenizer = _of_directory(base)
+    if tokenizer_in(path):  # with a template or a pad token of their own, say
+        tokenizer = tokenizer_of(path)
     return library("peft", str(path)).PeftModel.from_pretrained(model, path), tokenizer
 
 
@@ -147,6 +150,8 @@ def _of_run(path: Path) -> tuple[Any, Any]:
     from shardwise.train.config import HFModelConfig
     from shardwise.train.config_file import load_config
     from shardwise.train.model import build_model, fill
+    from shardwise.train.text.keys import tokenizer_dir
+    from shardwise.train.text.tokenizer import find_tokenizer
 
     source = open_source(path)
     assert isinstance(source, CheckpointSource)
@@ -158,7 +163,10 @@ def _of_run(path: Path) -> tuple[Any, Any]:
     fill(model, config, torch.device("cpu"), is_resumed=True)
     load_model(source, model, cast=True)
     source.close()
-    return model, tokenizer_of(Path(config.model.path).expanduser())
+    tokenizer = tokenizer_of(tokenizer_dir(config) or path)
+    if config.data.chat_template:
+        tokenizer.chat_template = find_tokenizer(config).chat_template
+    return model, tokenizer
 
 
 def tokenizer_of(path: Path) -> Any:
