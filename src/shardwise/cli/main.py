@@ -28,6 +28,10 @@ _COMMANDS = {
         "shardwise.bench.command",
         "compare engines on one model: time, memory, communication",
     ),
+    "plan": (
+        "shardwise.cli.plan",
+        "which strategy fits which devices: memory and communication, before it runs",
+    ),
     "explain": (
         "shardwise.cli.explain",
         "show the units of a job and what they cost, without running it",

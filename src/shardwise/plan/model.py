@@ -2,8 +2,8 @@
 
 A unit's numbers are those of its `UnitLayout`, the object that the engine allocates and moves by:
 
-    kept       shards of parameters, their gradients, the optimizer's two fp32 moments; the shards
-               that replicas share out (`hybrid_full_optimizer`)
+    kept       shards of parameters, their gradients, the optimizer's two moments, all in the dtype
+               of the parameters; the shards that replicas share out (`hybrid_full_optimizer`)
     gathered   the whole parameters, while the unit runs
     received   what a rank takes in per micro-batch: (W-1)/W of what is gathered or reduced, twice
                that of what is summed over replicas
@@ -48,11 +48,16 @@ class PlannedUnit:
         return sum(p.numel for b in self.layout.buckets for p in b.params)
 
     @property
+    def moment_bytes(self) -> int:
+        """Of AdamW: torch makes them like the parameter, as it makes the gradient."""
+        return _MOMENTS * self.layout.grad_bytes
+
+    @property
     def kept_bytes(self) -> int:
         """Parameters, gradients and moments of a rank at the end of a backward."""
         layout = self.layout
         parameters = layout.shard_bytes + layout.middle_bytes
-        return parameters + layout.grad_bytes + _MOMENTS * 4 * layout.num_trained
+        return parameters + layout.grad_bytes + self.moment_bytes
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

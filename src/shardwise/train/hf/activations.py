@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.train.decoder import Decoder
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -34,22 +36,28 @@ class Saved:
 
 
 def count_saved(model: Any, units: Sequence[nn.Module], seq_len: int) -> Saved:
-    """One forward on meta of a sample of `seq_len` tokens."""
+    """One forward on meta of a sample of `seq_len` tokens, through a model of transformers or the
+    built-in decoder."""
     counter = _Counter(model, units)
     was_training = model.training
     model.train()
     ids = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
-    # With a mask of four dims nobody looks into positions for documents.
-    mask = torch.ones((1, 1, seq_len, seq_len), dtype=torch.bool, device="meta")
     try:
         with counter.counting(), _buffers_on_meta(model):
-            output = model(input_ids=ids, attention_mask=mask, use_cache=False)
-        logits = output.logits.numel()
+            logits = _logits(model, ids).numel()
     except Exception:  # noqa: BLE001 - some models look at values, which meta tensors have not
         return _guessed(model, seq_len)
     finally:
         model.train(was_training)
     return Saved(tuple(counter.inside), sum(counter.inputs), counter.outside, logits)
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    if isinstance(model, Decoder):
+        return model.logits(ids)
+    # With a mask of four dims nobody looks into positions for documents.
+    mask = torch.ones((1, 1, ids.shape[1], ids.shape[1]), dtype=torch.bool, device="meta")
+    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
 
 
 def _guessed(model: Any, seq_len: int) -> Saved:

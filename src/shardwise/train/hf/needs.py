@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from shardwise.engine.services.grouping import choose_units
+from shardwise.layout import strategy_named
 from shardwise.train.config import (
     Config,
+    CustomModelConfig,
     HFModelConfig,
     own_keys,
     resolved_strategy,
@@ -57,6 +59,15 @@ class Needs:
         return ", ".join(f"{name} {text_of_bytes(size)}" for name, size in parts if size)
 
 
+def saved_of(model: nn.Module, config: Config) -> Saved:
+    """Of one sample, by a forward on meta; not known of models that are somebody's own."""
+    if isinstance(config.model, CustomModelConfig):
+        return Saved((), 0, 0, 0, is_known=False)
+    groups = choose_units(model, unit_of_config(config, model))
+    units = [model.get_submodule(name) for group in groups for name in group]
+    return count_saved(model, units, config.data.seq_len)
+
+
 def needs_of(model: nn.Module, config: Config, world: int, saved: Saved) -> Needs:
     """Of a model on meta, before it is sharded."""
     plan = plan_of(model, config, world)
@@ -66,12 +77,15 @@ def needs_of(model: nn.Module, config: Config, world: int, saved: Saved) -> Need
                for u in units]  # fmt: skip
     reduced = 4 if config.shard.reduce_dtype == "float32" else 2
     whole_gradients = (trained[-1] + max(trained[:-1], default=0)) * reduced
+    strategy, train = strategy_named(resolved_strategy(config)), config.train
+    if strategy.defers_reduction and strategy.shard and train.global_batch > micro * world:
+        whole_gradients = sum(trained) * reduced  # kept until the last micro-batch
     # Measured in float32.
     activations = saved.activations(config.shard.activation_checkpointing) * micro * compute // 4
     return Needs(
         weights=sum(u.layout.shard_bytes + u.layout.middle_bytes for u in units),
         gradients=sum(u.layout.grad_bytes for u in units),
-        optimizer=sum(u.layout.num_trained for u in units) * 4 * _moments(config),
+        optimizer=sum(u.layout.grad_bytes for u in units) * _moments(config),
         gathered=plan.gathered_bytes + (whole_gradients if world > 1 else 0),
         activations=activations,
         logits=_logits(model, saved.logits * micro, config),
@@ -90,7 +104,9 @@ def _moments(config: Config) -> int:
 
 def _logits(model: Any, elements: int, config: Config) -> int:
     """All of them, or those of a chunk."""
-    head, tokens = model.get_output_embeddings(), config.train.micro_batch * config.data.seq_len
+    is_hf = isinstance(config.model, HFModelConfig)
+    head = model.get_output_embeddings() if is_hf else None  # only there the loss may be chunked
+    tokens = config.train.micro_batch * config.data.seq_len
     if type(head) is nn.Linear:
         choice = LossChoice(config.train.chunked_loss, head.in_features, head.weight.requires_grad)
         if choice.chunks(tokens):
@@ -163,9 +179,7 @@ def check_room(
 ) -> tuple[str, str]:
     """(what to tell, why the job is refused): the second is empty where it may start."""
     assert isinstance(config.model, HFModelConfig)
-    groups = choose_units(model, unit_of_config(config, model))
-    units = [model.get_submodule(name) for group in groups for name in group]
-    saved = count_saved(model, units, config.data.seq_len)
+    saved = saved_of(model, config)
     needs, room = needs_of(model, config, world, saved), room_on(device)
     about = "about " if saved.is_known else "very roughly "
     where = "this GPU" if device.type == "cuda" else "a rank's share of this host"

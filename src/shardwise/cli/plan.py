@@ -1,0 +1,321 @@
+"""`shardwise plan`: which strategy fits these devices, before there are any. Runs nothing.
+
+    shardwise plan job.toml --gpus 2x24GB        every strategy, with and without recomputation
+    shardwise plan models/mine --gpus 8xh100     a directory of transformers, or its config.json
+    shardwise plan --params 14e9 --gpus 64       from a number of parameters alone
+
+Memory is that of the layouts which the engine allocates by, and what autograd saves in a forward on
+the meta device. Received is what a rank takes in for a micro-batch whose gradients are reduced. Of
+what fits, that is recommended which recomputes nothing, then receives least, then needs least.
+Exit codes: 0, also where nothing fits; 2 a mistake (one line on stderr).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ConfigError
+from shardwise.plan.hardware import memory_of, parse_gpus
+from shardwise.train.command import parse
+from shardwise.train.config import Config
+from shardwise.train.config_checks import world_problems
+from shardwise.train.config_file import LoadedConfig, load_config
+from shardwise.units import full_name, text_of_bytes
+
+if TYPE_CHECKING:
+    from shardwise.plan.model import PlannedModel
+
+_HELP = """usage: shardwise plan [CONFIG.toml | DIR | config.json] [--gpus N | NxMEMORY | NxNAME]
+                      [--section.key value ...] [--json]
+       shardwise plan --params NUMBER [--units N] [--dtype bf16] [--compute fp32] [--gpus ...]
+
+Shows what each strategy needs on each device, what fits, and which to take. Nothing is run.
+--gpus 2x24GB, 8xh100: devices and the memory of each; without memory, or without --gpus, that of
+this machine. --params 14e9: a model of that many parameters in --units equal units (32), kept in
+--dtype (float32) and computed in --compute (bfloat16); activations are not known then."""
+
+STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+GROUP = 8  # ranks of a group of `hybrid_shard`: those of one host
+_OWN = ("gpus", "params", "units", "dtype", "compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one rank needs under one choice, in bytes; None: not known."""
+
+    strategy: str
+    recompute: str
+    ranks: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int
+    activation_bytes: int | None
+    logits_bytes: int | None
+    comm_bytes: int
+    room: int
+
+    @property
+    def peak_bytes(self) -> int:
+        kept = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return kept + self.gathered_bytes + (self.activation_bytes or 0) + (self.logits_bytes or 0)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.room
+
+    def as_json(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
+        return found | {"peak_bytes": self.peak_bytes, "fits": self.fits}
+
+    def __str__(self) -> str:
+        how = "" if self.recompute == "none" else f" with recomputation ({self.recompute})"
+        return f"{self.strategy}{how}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs `plan` and returns its exit code."""
+    if "--help" in arguments or "-h" in arguments:
+        print(_HELP)
+        return 0
+    try:
+        own, rest = _split(arguments)
+        as_json = "--json" in rest
+        rest = [word for word in rest if word != "--json"]
+        ranks, room = _devices(own.get("gpus"))
+        if "params" in own:
+            rows, notes, change = _of_count(own, rest, ranks, room)
+        else:
+            rows, notes, change = _of_config(own, rest, ranks, room)
+    except ConfigError as error:
+        print(f"shardwise plan: {error}", file=sys.stderr)
+        return 2
+    best = recommended(rows)
+    if as_json:
+        found = {"rows": [row.as_json() for row in rows], "room_bytes": room, "notes": notes}
+        print(json.dumps(found | {"recommended": best and best.as_json(), "change": change}))
+    else:
+        _print(rows, room, notes, _advice(rows, best, change))
+    return 0
+
+
+def recommended(rows: Sequence[Row]) -> Row | None:
+    """Of what fits; None where nothing does."""
+    fitting = [row for row in rows if row.fits]
+    return min(
+        fitting, key=lambda r: (r.recompute != "none", r.comm_bytes, r.peak_bytes), default=None
+    )
+
+
+# -- arguments -----------------------------------------------------------------------------------
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Options of our own, and the rest: a file and keys of the job."""
+    own: dict[str, str] = {}
+    rest, words = [], list(arguments)
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or key not in _OWN:
+            rest.append(word)
+            continue
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise ConfigError(f"--{key}: needs a value (--{key} VALUE)")
+            value = words.pop(0)
+        own[key] = value
+    return own, rest
+
+
+def _devices(text: str | None) -> tuple[int, int]:
+    try:
+        ranks, memory = parse_gpus(text or "2")
+    except ValueError as error:
+        raise ConfigError(f"--gpus: {error}") from None
+    if memory is None:
+        import torch
+
+        from shardwise.train.hf.room import room_on
+
+        has_gpu = torch.cuda.is_available()
+        room = room_on(torch.device("cuda" if has_gpu else "cpu"))
+        memory = room if has_gpu else room // ranks
+    return ranks, memory
+
+
+def _number(own: dict[str, str], key: str, default: str) -> int:
+    try:
+        number = int(float(own.get(key, default)))
+    except (ValueError, OverflowError):
+        number = 0
+    if not 1 <= number <= 10**15:
+        raise ConfigError(f"--{key}: {own.get(key)!r}: expected a number from 1, like 32 or 14e9")
+    return number
+
+
+# -- from a count --------------------------------------------------------------------------------
+def _of_count(
+    own: dict[str, str], rest: list[str], ranks: int, room: int
+) -> tuple[list[Row], list[str], str]:
+    import torch
+
+    from shardwise.plan.count import plan_count
+
+    if rest:
+        raise ConfigError(f"{rest[0]}: --params stands for the model; leave out one of the two")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtypes = []
+    for key, default in (("dtype", "float32"), ("compute", "bfloat16")):
+        text = own.get(key, default)
+        if full_name(text) not in known:
+            raise ConfigError(f"--{key}: there are float32 and bfloat16, found {text!r}")
+        dtypes.append(known[full_name(text)])
+    num_params, num_units = _number(own, "params", ""), _number(own, "units", "32")
+    if num_units > min(num_params, 10_000):
+        raise ConfigError(f"--units: {num_units} units of {num_params} parameters")
+    rows = []
+    for strategy, replicas in _choices(ranks):
+        plan = plan_count(
+            num_params, strategy=strategy, world=ranks // replicas, replicas=replicas,
+            num_units=num_units, dtype=dtypes[0], compute=dtypes[1],
+        )  # fmt: skip
+        rows.append(_row(plan, strategy, "none", ranks, room, None, None))
+    each = text_of_bytes(num_params / num_units * dtypes[1].itemsize)
+    return rows, [f"{num_units} equal units of {each}; activations come on top"], ""
+
+
+def _choices(ranks: int) -> Iterator[tuple[str, int]]:
+    """Strategy, replicas."""
+    for strategy in STRATEGIES:
+        yield strategy, 1
+    if ranks > GROUP and ranks % GROUP == 0:
+        yield "hybrid_shard", ranks // GROUP
+
+
+def _row(
+    plan: PlannedModel,
+    strategy: str,
+    recompute: str,
+    ranks: int,
+    room: int,
+    activations: int | None,
+    logits: int | None,
+) -> Row:
+    layouts = [unit.layout for unit in plan.units]
+    return Row(
+        strategy=strategy,
+        recompute=recompute,
+        ranks=ranks,
+        parameter_bytes=sum(layout.shard_bytes + layout.middle_bytes for layout in layouts),
+        gradient_bytes=sum(layout.grad_bytes for layout in layouts),
+        optimizer_bytes=sum(unit.moment_bytes for unit in plan.units),
+        gathered_bytes=plan.gathered_bytes,
+        activation_bytes=activations,
+        logits_bytes=logits,
+        comm_bytes=plan.received_bytes,
+        room=room,
+    )
+
+
+# -- from a job ----------------------------------------------------------------------------------
+def _of_config(
+    own: dict[str, str], rest: list[str], ranks: int, room: int
+) -> tuple[list[Row], list[str], str]:
+    for key in ("units", "dtype", "compute"):
+        if key in own:
+            raise ConfigError(f"--{key}: goes with --params alone")
+    loaded = _load(rest).on(ranks)
+    for key, text in world_problems(loaded.config, ranks):
+        raise loaded.error(key, text)
+    from shardwise.train.hf.needs import needs_of, saved_of, smallest_change
+    from shardwise.train.model import build_model, plan_of
+
+    model = build_model(loaded.config, loaded.path.parent if loaded.path else None)
+    saved = saved_of(model, loaded.config)
+    rows = []
+    for strategy, replicas in _choices(ranks):
+        for recompute in ("none", "full"):
+            config = _choosing(loaded.config, strategy, replicas, recompute)
+            needs = needs_of(model, config, ranks, saved)
+            row = _row(
+                plan_of(model, config, ranks), strategy, recompute, ranks, room,
+                needs.activations if saved.is_known else None, needs.logits,
+            )  # fmt: skip
+            rows.append(replace(row, optimizer_bytes=needs.optimizer, gathered_bytes=needs.gathered))
+    notes = list(loaded.notes)
+    if not saved.is_known:
+        notes.append("activations come on top: this model's forward tells nothing on meta")
+    change = ""
+    if not any(row.fits for row in rows):
+        config = _choosing(loaded.config, "full_shard", 1, "full")
+        change = smallest_change(model, config, ranks, saved, room)
+    return rows, notes, change
+
+
+def _load(rest: list[str]) -> LoadedConfig:
+    """A job's file, or a model of transformers in a job with defaults."""
+    parsed = parse(rest, flags=["json", *_OWN])
+    if parsed.nproc is not None:
+        raise ConfigError("--nproc: say --gpus N")
+    path = Path(parsed.config_file) if parsed.config_file else None
+    if path is None or path.suffix == ".toml":
+        return load_config(path, parsed.overrides)
+    if not path.exists():
+        raise ConfigError(f"{path}: neither a configuration (.toml) nor a model's directory")
+    overrides = (("model.kind", "hf"), ("model.path", str(path)))
+    return load_config(None, (*overrides, *parsed.overrides))
+
+
+def _choosing(config: Config, strategy: str, replicas: int, recompute: Any) -> Config:
+    shard = replace(config.shard, strategy=strategy, activation_checkpointing=recompute)
+    return replace(config, shard=shard, mesh=replace(config.mesh, replicate=replicas, shard=-1))
+
+
+# -- showing -------------------------------------------------------------------------------------
+def _advice(rows: Sequence[Row], best: Row | None, change: str) -> str:
+    if best is None:
+        least = min(rows, key=lambda row: row.peak_bytes)
+        lacks = text_of_bytes(least.peak_bytes - least.room)
+        what = f"what would fit: {change}" if change else "take more devices, or adapters (LoRA)"
+        return f"Nothing fits; {least} lacks {lacks}. {what[0].upper()}{what[1:]}."
+    fitting = "what fits" if best.recompute == "none" else "what fits, all of it by recomputing,"
+    if best.recompute == "none" and any(row.recompute != "none" for row in rows):
+        fitting = "what fits without recomputation"
+    left = "is left for activations" if best.activation_bytes is None else "is left"
+    return (
+        f"Take {best}: of {fitting} it receives least ({text_of_bytes(best.comm_bytes)} for a "
+        f"micro-batch); {text_of_bytes(best.room - best.peak_bytes)} of each device {left}."
+    )
+
+
+def _print(rows: Sequence[Row], room: int, notes: Sequence[str], advice: str) -> None:
+    from shardwise.train.columns import Column, console_of, print_columns
+
+    def sizes(name: str) -> list[str]:
+        values = [getattr(row, name) for row in rows]
+        return ["?" if value is None else text_of_bytes(value) for value in values]
+
+    columns = [Column("strategy", [row.strategy for row in rows], is_number=False)]
+    if len({row.recompute for row in rows}) > 1:
+        columns.append(Column("recompute", [row.recompute for row in rows], is_number=False))
+    columns += [
+        Column("parameters", sizes("parameter_bytes")),
+        Column("gradients", sizes("gradient_bytes")),
+        Column("optimizer", sizes("optimizer_bytes")),
+        Column("gathered", sizes("gathered_bytes")),
+        Column("activations", sizes("activation_bytes")),
+        Column("logits", sizes("logits_bytes")),
+        Column("peak", sizes("peak_bytes")),
+        Column("received", sizes("comm_bytes")),
+        Column("fits", ["yes" if row.fits else "no" for row in rows], is_number=False),
+    ]
+    console = console_of(sys.stdout)
+    title = f"{rows[0].ranks} device(s) of {text_of_bytes(room)}, bytes of each"
+    print_columns(console, title, columns)
+    console.print(advice, markup=False)
+    for note in notes:
+        console.print(f"- {note}", markup=False)

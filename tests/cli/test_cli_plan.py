@@ -1,0 +1,141 @@
+"""`shardwise plan`: what fits which devices, and which strategy to take."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import on_ranks
+from shardwise import fully_shard
+from shardwise.cli import main
+from shardwise.plan.hardware import DEVICES, memory_of, parse_gpus
+
+GB = 10**9
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def of(found: dict[str, Any], strategy: str, recompute: str = "none") -> dict[str, Any]:
+    (row,) = [r for r in found["rows"] if (r["strategy"], r["recompute"]) == (strategy, recompute)]
+    return row
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [("fp32", (56, 56, 112)), ("bf16", (28, 28, 56))], ids=["fp32", "bf16"]
+)
+def test_textbook_figures(capsys, dtype: str, kept: tuple[int, int, int]) -> None:
+    """14 billion parameters; the split that adds fp32 master weights to bf16 ones is the same sum."""
+    found = planned(capsys, "--params", "14e9", "--gpus", "1x80GB", "--dtype", dtype)
+    row = of(found, "no_shard")
+    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    assert [row[kind] for kind in kinds] == [size * GB for size in kept]
+    many = of(planned(capsys, "--params", "14e9", "--gpus", "64xh100", "--dtype", dtype), "full_shard")
+    assert sum(many[kind] for kind in kinds) == pytest.approx(sum(kept) * GB / 64, rel=1e-6)
+    if dtype == "fp32":
+        assert sum(kept) == 28 + 28 + 168 == 224  # 3.5 GB for each of 64
+
+
+def test_what_is_recommended(capsys) -> None:
+    """The least traffic that fits: everything on each device while there is room, shards later."""
+    names = [
+        planned(capsys, "--params", params, "--gpus", gpus)["recommended"]
+        for params, gpus in (("0.5e9", "2x24GB"), ("8e9", "8xh100"), ("70e9", "512xh100"))
+    ]
+    assert [row["strategy"] for row in names] == ["shard_optimizer", "shard_optimizer", "full_shard"]
+    found = planned(capsys, "--params", "70e9", "--gpus", "8x24GB")
+    assert found["recommended"] is None and not any(row["fits"] for row in found["rows"])
+    hybrid = of(planned(capsys, "--params", "70e9", "--gpus", "512xh100"), "hybrid_shard")
+    assert hybrid["parameter_bytes"] == pytest.approx(4 * 70e9 / 8, rel=1e-6)
+
+
+def test_of_a_job(capsys) -> None:
+    sizes = ["--model.dim=512", "--model.layers=8", "--train.micro_batch=2"]
+    found = planned(capsys, *sizes, "--gpus", "2x4GB")
+    assert len(found["rows"]) == 8
+    for row in found["rows"]:
+        parts = [v for k, v in row.items() if k.endswith("_bytes") and k not in _NOT_A_PART]
+        assert row["peak_bytes"] == sum(parts)
+    kept, again = of(found, "full_shard"), of(found, "full_shard", "full")
+    assert again["activation_bytes"] < kept["activation_bytes"] / 3
+    assert again["comm_bytes"] == kept["comm_bytes"]
+    assert main(["explain", *sizes, "--shard.strategy=full_shard", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    parts = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    assert sum(kept[part] for part in parts) == explained["kept_bytes"]
+    assert kept["comm_bytes"] == explained["received_bytes"]
+    whole = ["--train.global_batch=4", "--gpus=2x4GB"]
+    many = ["--train.global_batch=32", "--gpus=2x4GB"]
+    one, more = (of(planned(capsys, *sizes, *w), "shard_optimizer") for w in (whole, many))
+    assert more["gathered_bytes"] > one["gathered_bytes"], "whole gradients until the last micro-batch"
+
+
+_NOT_A_PART = ("peak_bytes", "comm_bytes")
+
+
+def test_when_nothing_fits_the_smallest_change_is_named(capsys) -> None:
+    assert main(["plan", "--gpus", "2x100MB", "--model.dim=512", "--model.layers=8"]) == 0
+    said = capsys.readouterr().out
+    assert "Nothing fits; full_shard with recomputation (full) lacks" in said
+    assert "What would fit: train.micro_batch = 1" in said or "ranks with as much memory" in said
+
+
+@on_ranks(2)
+def test_moments_have_the_dtype_of_their_parameters(world: int) -> None:
+    """What the plan counts is what torch allocates."""
+    from shardwise.layout import MixedPrecisionPolicy
+    from shardwise.plan.model import plan_model
+
+    for dtype in (torch.float32, torch.bfloat16):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
+        plan = plan_model(
+            model, [["0"], ["1"]], strategy="full_shard", policy=MixedPrecisionPolicy(), world=world
+        )
+        for part in (*model, model):
+            fully_shard(part)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 64, dtype=dtype)).float().sum().backward()
+        optimizer.step()
+        moments = [
+            value.to_local().nbytes
+            for state in optimizer.state.values()
+            for name, value in state.items()
+            if name != "step"
+        ]
+        assert sum(moments) == sum(unit.moment_bytes for unit in plan.units)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--gpus", "0"], "--gpus: '0': expected a number of devices"),
+        (["--gpus", "2x24"], "--gpus: '24': no size, and no device of 3090"),
+        (["--gpus", "2xh999"], "no device of 3090"),
+        (["--gpus"], "--gpus: needs a value"),
+        (["--params", "many"], "--params: 'many': expected a number from 1"),
+        (["--params", "1e9", "job.toml"], "job.toml: --params stands for the model"),
+        (["--params", "10", "--units", "32"], "--units: 32 units of 10 parameters"),
+        (["--params", "1e9", "--dtype", "int8"], "--dtype: there are float32 and bfloat16"),
+        (["--units", "4"], "--units: goes with --params alone"),
+        (["nowhere"], "nowhere: neither a configuration (.toml) nor a model's directory"),
+        (["--nproc", "4"], "--nproc: say --gpus N"),
+        (["--gpu", "4"], "did you mean --gpus"),
+        (["--train.global_batch=3", "--gpus=2x1GB"], "train.global_batch"),
+    ],
+)
+def test_mistakes(capsys, arguments: list[str], text: str) -> None:
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shardwise plan: ") and text in said and said.count("\n") == 1
+
+
+def test_devices() -> None:
+    assert parse_gpus("8") == (8, None) and parse_gpus("2x24GB") == (2, 24 * GB)
+    assert parse_gpus("64xH100") == (64, 80 * GB) and parse_gpus("1x4090") == (1, 24 * GB)
+    assert all(memory_of(name) >= 24 * GB for name in DEVICES)
