@@ -140,6 +140,14 @@ class Start:
         rows = read_metrics(self.run / "metrics.jsonl")
         return rows[-1]["step"] if rows else 0
 
+    def wait_until_saved(self) -> None:
+        deadline = time.monotonic() + 240
+        while not store.list_checkpoints(self.run / "checkpoints").complete:
+            if time.monotonic() > deadline:
+                raise PromiseError(f"no checkpoint within 240 s:\n{self.log.read_text()}")
+            self._check_alive()
+            time.sleep(0.05)
+
     def kill_at(self, aim: str, draw: random.Random) -> tuple[str, str, float]:
         """The moment, whom, and how long the launcher took to end."""
         deadline = time.monotonic() + 240
@@ -232,10 +240,11 @@ def kill_once(run: Path, kills: list[Kill], draw: random.Random) -> Kill:
     before, _ = check_left(run, kills[-1].newest if kills else 0)
     background = draw.random() < 0.5
     aim = tuple(AIMS)[len(kills) % len(AIMS)]
-    if aim == "load" and not before:  # there is nothing to load yet
-        aim = "any"
     start = Start(run, ENDLESS, background)
     try:
+        if aim == "load" and not before:  # there is nothing to load yet: not before this is past
+            aim = "any"
+            start.wait_until_saved()
         moment, whom, took_s = start.kill_at(aim, draw)
     finally:
         start.end()

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from ranks import on_ranks
+from shardwise.errors import TransportError
 
 EVERY = settings(*STRATEGIES, reshard=(False,))
 
@@ -283,3 +284,39 @@ def test_frozen_between_micro_batches_of_ranks_that_run_different_units(
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None, name
         torch.testing.assert_close(full(q.grad), p.grad, msg=name)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_frozen_after_an_accumulation_that_failed_on_one_rank(
+    strategy: str, rank: int, world: int
+) -> None:
+    """Its last backward reached the first layer on the other rank alone. What belonged to that
+    accumulation is of no weight for the next one, on either rank.
+    """
+    for culprit in range(world):
+        plain = make(Mlp)
+        model: Any = Setting(strategy, "shared_memory").shard(copy.deepcopy(plain), world)
+        with sw.no_sync(model):
+            loss_of(model(batch(model, 0, rank))).backward()
+
+        def fails(_: torch.nn.Module, args: Any, __: Any, culprit: int = culprit) -> None:
+            def raises(_: torch.Tensor) -> None:
+                raise ArithmeticError("boom")
+
+            if rank == culprit:
+                args[0].register_hook(raises)
+
+        hook = model.layers[1].register_forward_hook(fails)
+        with pytest.raises(ArithmeticError if rank == culprit else TransportError):
+            loss_of(model(batch(model, 1, rank))).backward()
+        hook.remove()
+        model.zero_grad()
+        torch.distributed.barrier()
+        for m in (plain, model):
+            m.layers[0].bias.requires_grad_(False)
+        oracle = Plain(plain, world)
+        oracle.step(0)
+        loss_of(model(batch(model, 0, rank))).backward()
+        assert model.layers[0].bias.grad is None
+        same_grads(model, oracle.grads(), strategy)

@@ -72,4 +72,4 @@ def calls_a_unit(num_params: int) -> float:
 def test_calls_of_a_step() -> None:
     few, many = calls_a_unit(4), calls_a_unit(12)
     assert few <= CALLS_A_UNIT, few
-    assert (many - few) / 8 <= CALLS_A_PARAMETER, (few, many)
+    assert round((many - few) / 8, 3) <= CALLS_A_PARAMETER, (few, many)  # of thirds

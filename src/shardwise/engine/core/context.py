@@ -264,9 +264,9 @@ class Context:
         self._enter("backward", "")
         for tell in self.moments.before_backward:
             tell(backward)
-        for unit in [u for u in self.units if not u.settings.requires_sync]:
-            for grads in unit.gradients.buckets:
-                grads.note_trainable()
+        for unit in self.units:
+            if unit.gradients.accumulates or not unit.settings.requires_sync:
+                unit.gradients.backward_begins()
         return backward
 
     def reduce_partials(self) -> None:
@@ -284,6 +284,7 @@ class Context:
             for tell in self.moments.before_backward:
                 tell(self.backward)
             for unit in self.units:
+                unit.gradients.end_accumulation()
                 unit.gradients.collect_left()
             self._check_reached()
             self.weigh()

@@ -72,7 +72,7 @@ class BucketGrads:
         self._is_complex = state.layout.is_complex
         self._are_whole = all(p.spread.whole is None for p in state.params)
         self._flags: tuple[bool, ...] = ()  # which parameters are in the layout
-        self._trained = 0  # mask of those that had gradients to come since the last reduction
+        self._trained = 0  # mask of those that had gradients to come in this accumulation
         self._position: dict[int, int] = {}
         self._awaited = 0  # mask of the parameters in the layout
         self.receivers: Receivers | None = None  # of this rank's parts of the sum
@@ -92,6 +92,9 @@ class BucketGrads:
         if self._trained:
             flags = tuple(now or bool(self._trained >> i & 1) for i, now in enumerate(flags))
         return self._lay_out(flags)
+
+    def forget_trainable(self) -> None:
+        self._trained = 0
 
     def note_trainable(self) -> None:
         """A backward without sync begins, on all ranks: its parameters belong to the reduction."""
@@ -128,7 +131,7 @@ class BucketGrads:
         self.buffer = self.state.transport.grad_buffer(
             self.state.bucket, layout, self.out, scale.before
         )
-        self.arrived = self._trained = 0
+        self.arrived = 0
         for i, j in self._position.items() if self._keeps_partial else ():
             param = self.state.params[i]
             param.drop_cleared()
@@ -344,6 +347,8 @@ class Gradients:
         self.weight = Weight()
         self.route: Route = USUAL
         self.delivers_early = False
+        self.accumulates = False  # a backward without sync has begun
+        self._is_accumulated = False  # and one with sync behind it
 
     def scale(self, bucket: BucketGrads) -> Scale:
         state = bucket.state
@@ -363,6 +368,25 @@ class Gradients:
         """`requires_grad` as users have set it on either form since it was last looked at."""
         for bucket in self.buckets:
             bucket.arrivals.watch_again(bucket)
+
+    def backward_begins(self) -> None:
+        """Which parameters belong to the reduction follows from what backwards have begun, on all
+        ranks: those to come may fail, on one of them before it has reduced anything.
+        """
+        if self._is_accumulated:
+            self._is_accumulated = self.accumulates = False
+            for bucket in self.buckets:
+                bucket.forget_trainable()
+        if self.settings.requires_sync:
+            self.end_accumulation()
+        else:
+            self.accumulates = True
+            for bucket in self.buckets:
+                bucket.note_trainable()
+
+    def end_accumulation(self) -> None:
+        """All ranks are to reduce now; the next backward is of another accumulation."""
+        self._is_accumulated = self.accumulates
 
     # -- collecting ------------------------------------------------------------------------------
     def arrived(self, bucket: BucketGrads, indices: Iterable[int]) -> bool:

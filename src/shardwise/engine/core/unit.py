@@ -366,6 +366,7 @@ class Unit:
         """
         with torch.no_grad(), phase_on(self.wires, "settle", self.name):
             self.context.weigh()
+            self.gradients.end_accumulation()
             self.gradients.settle()
 
     # -- moments ---------------------------------------------------------------------------------
