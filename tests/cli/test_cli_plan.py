@@ -31,12 +31,14 @@ def of(found: dict[str, Any], strategy: str, recompute: str = "none") -> dict[st
     ("dtype", "kept"), [("fp32", (56, 56, 112)), ("bf16", (28, 28, 56))], ids=["fp32", "bf16"]
 )
 def test_textbook_figures(capsys, dtype: str, kept: tuple[int, int, int]) -> None:
-    """14 billion parameters; the split that adds fp32 master weights to bf16 ones is the same sum."""
+    """14 billion parameters; bf16 ones with fp32 master weights and moments are the same sum."""
     found = planned(capsys, "--params", "14e9", "--gpus", "1x80GB", "--dtype", dtype)
     row = of(found, "no_shard")
     kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
     assert [row[kind] for kind in kinds] == [size * GB for size in kept]
-    many = of(planned(capsys, "--params", "14e9", "--gpus", "64xh100", "--dtype", dtype), "full_shard")
+    many = of(
+        planned(capsys, "--params", "14e9", "--gpus", "64xh100", "--dtype", dtype), "full_shard"
+    )
     assert sum(many[kind] for kind in kinds) == pytest.approx(sum(kept) * GB / 64, rel=1e-6)
     if dtype == "fp32":
         assert sum(kept) == 28 + 28 + 168 == 224  # 3.5 GB for each of 64
@@ -48,7 +50,11 @@ def test_what_is_recommended(capsys) -> None:
         planned(capsys, "--params", params, "--gpus", gpus)["recommended"]
         for params, gpus in (("0.5e9", "2x24GB"), ("8e9", "8xh100"), ("70e9", "512xh100"))
     ]
-    assert [row["strategy"] for row in names] == ["shard_optimizer", "shard_optimizer", "full_shard"]
+    assert [row["strategy"] for row in names] == [
+        "shard_optimizer",
+        "shard_optimizer",
+        "full_shard",
+    ]
     found = planned(capsys, "--params", "70e9", "--gpus", "8x24GB")
     assert found["recommended"] is None and not any(row["fits"] for row in found["rows"])
     hybrid = of(planned(capsys, "--params", "70e9", "--gpus", "512xh100"), "hybrid_shard")
@@ -73,7 +79,9 @@ def test_of_a_job(capsys) -> None:
     whole = ["--train.global_batch=4", "--gpus=2x4GB"]
     many = ["--train.global_batch=32", "--gpus=2x4GB"]
     one, more = (of(planned(capsys, *sizes, *w), "shard_optimizer") for w in (whole, many))
-    assert more["gathered_bytes"] > one["gathered_bytes"], "whole gradients until the last micro-batch"
+    assert more["gathered_bytes"] > one["gathered_bytes"], (
+        "whole gradients until the last micro-batch"
+    )
 
 
 _NOT_A_PART = ("peak_bytes", "comm_bytes")
@@ -83,7 +91,10 @@ def test_when_nothing_fits_the_smallest_change_is_named(capsys) -> None:
     assert main(["plan", "--gpus", "2x100MB", "--model.dim=512", "--model.layers=8"]) == 0
     said = capsys.readouterr().out
     assert "Nothing fits; full_shard with recomputation (full) lacks" in said
-    assert "What would fit: train.micro_batch = 1" in said or "ranks with as much memory" in said
+    assert "What would fit: train.micro_batch = 1 and shard.param_dtype = 'bfloat16' on" in said
+    assert main(["plan", "--gpus", "2x500MB", "--model.dim=512", "--model.layers=8"]) == 0
+    said = capsys.readouterr().out
+    assert "lacks 31.8 MiB. What would fit: train.micro_batch = 8." in said
 
 
 @on_ranks(2)

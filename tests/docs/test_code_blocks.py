@@ -196,6 +196,10 @@ def _shardwise(words: list[str], folder: Path) -> None:
     if words[0] == "data":
         assert load_config(folder / words[1], parse(words[2:]).overrides)
         return
+    if words[0] == "plan":
+        with contextlib.chdir(folder):
+            assert shardwise_main(words) == 0
+        return
     if words[0] == "generate":
         assert generate_parser().parse_args(words[1:]).prompt
         return

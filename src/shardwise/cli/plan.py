@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
-from shardwise.plan.hardware import memory_of, parse_gpus
+from shardwise.plan.hardware import parse_gpus
 from shardwise.train.command import parse
 from shardwise.train.config import Config
 from shardwise.train.config_checks import world_problems
@@ -245,7 +245,9 @@ def _of_config(
                 plan_of(model, config, ranks), strategy, recompute, ranks, room,
                 needs.activations if saved.is_known else None, needs.logits,
             )  # fmt: skip
-            rows.append(replace(row, optimizer_bytes=needs.optimizer, gathered_bytes=needs.gathered))
+            rows.append(
+                replace(row, optimizer_bytes=needs.optimizer, gathered_bytes=needs.gathered)
+            )
     notes = list(loaded.notes)
     if not saved.is_known:
         notes.append("activations come on top: this model's forward tells nothing on meta")
@@ -270,7 +272,7 @@ def _load(rest: list[str]) -> LoadedConfig:
     return load_config(None, (*overrides, *parsed.overrides))
 
 
-def _choosing(config: Config, strategy: str, replicas: int, recompute: Any) -> Config:
+def _choosing(config: Config, strategy: Any, replicas: int, recompute: Any) -> Config:
     shard = replace(config.shard, strategy=strategy, activation_checkpointing=recompute)
     return replace(config, shard=shard, mesh=replace(config.mesh, replicate=replicas, shard=-1))
 

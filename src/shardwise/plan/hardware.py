@@ -1,6 +1,6 @@
 """Devices by name: how much memory they have.
 
-Memory is the vendor's figure in bytes with 1 GB = 10**9; what a device really offers is some percent
+Memory is the vendor's figure with 1 GB = 10**9 bytes; what a device really offers is some percent
 more (its gigabytes are binary), about what the driver's context and the allocator's rest take.
 Sources: the product pages of NVIDIA and AMD, 2026.
 """

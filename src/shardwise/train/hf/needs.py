@@ -133,10 +133,11 @@ def smallest_change(model: nn.Module, config: Config, world: int, saved: Saved, 
         if fits(together):
             return " and ".join(words)
     found = []
-    for ranks in (world * 2**n for n in range(1, 11)):
-        alone = replace(config, mesh=replace(config.mesh, replicate=1, shard=-1))
-        if fits(alone, ranks):
-            found.append(f"{ranks} ranks with as much memory each")
+    for changed, said in ((config, ""), (together, f"{' and '.join(words)} on ")):
+        alone = replace(changed, mesh=replace(changed.mesh, replicate=1, shard=-1))
+        ranks = next((n for n in (world * 2**i for i in range(1, 11)) if fits(alone, n)), 0)
+        if ranks:
+            found.append(f"{said}{ranks} ranks with as much memory each")
             break
     needs = needs_of(model, config, world, saved)
     if not config.lora.rank and needs.total - needs.gradients - needs.optimizer <= room:
