@@ -85,6 +85,18 @@ def test_golden(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert shown == golden.read_text()
 
 
+def test_a_narrow_console_shows_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    path = HERE / "configs" / "ds_mics.json"
+    assert main(["import-config", str(path)]) == 0
+    shown = capsys.readouterr().out
+    for row in import_file(path).rows:
+        assert f"{row.key} = " in shown
+    assert "mesh.replicate = 4, mesh.shard = 4" in " ".join(shown.split())
+
+
 def settings_of(tmp_path: Path, content: dict[str, Any], ranks: int | None = None, **more: Any):
     path = tmp_path / "file.json"
     path.write_text(json.dumps(content))
@@ -238,6 +250,100 @@ def test_units(tmp_path: Path) -> None:
     assert unit(fsdp_auto_wrap_policy="NO_WRAP") == []
 
 
+# -- beside the other programs themselves ---------------------------------------------------------
+def test_every_argument_of_the_trainer_is_known(tmp_path: Path) -> None:
+    """All of them, as the installed transformers writes them."""
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    path = tmp_path / "arguments.json"
+    path.write_text(arguments.to_json_string())
+    found = import_file(path)
+    assert len(found.rows) > 90
+    assert [row for row in found.rows if row.outcome == "unknown"] == []
+    refused = {row.key for row in found.rows if row.outcome == "unsupported"}
+    assert refused == {"num_train_epochs", "gradient_accumulation_steps"}  # the defaults
+
+
+def test_every_key_of_accelerate_is_known(tmp_path: Path) -> None:
+    """All fields of its file, and all options of FSDP that its launcher takes."""
+    from dataclasses import fields
+
+    from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
+    from accelerate.commands.launch import launch_command_parser
+
+    keys = {field.name for cls in (ClusterConfig, SageMakerConfig) for field in fields(cls)}
+    assert keys <= _KEYS["accelerate"]
+    options = {action.dest for action in launch_command_parser()._actions}
+    fsdp = {name for name in options if name.startswith("fsdp_")}
+    assert len(fsdp) > 12
+    assert fsdp <= _KEYS["fsdp"]
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("linear", {}),
+        ("cosine", {}),
+        ("constant", {}),
+        ("constant_with_warmup", {}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("cosine_with_min_lr", {"min_lr": 1e-5}),
+        ("warmup_stable_decay", {"num_decay_steps": 30, "decay_type": "linear"}),
+    ],
+)
+def test_rates_are_those_of_the_trainer_one_step_later(name: str, own: Any, tmp_path: Path) -> None:
+    import torch
+    from transformers import get_scheduler
+
+    from shardwise.train.schedule import learning_rate
+
+    steps, warmup, rate = 100, 10, 1e-3
+    content = {
+        "output_dir": "out",
+        "max_steps": steps,
+        "warmup_steps": warmup,
+        "learning_rate": rate,
+        "lr_scheduler_type": name,
+        "lr_scheduler_kwargs": own,
+    }
+    _, found = settings_of(tmp_path, content)
+    (tmp_path / "job.toml").write_text(as_toml(found))
+    config = load_config(tmp_path / "job.toml").config
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    theirs = get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=own or None)
+    for step in range(1, steps + 1):
+        optimizer.step()
+        theirs.step()
+        assert learning_rate(config, step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12)
+
+
+def test_rates_are_those_of_deepspeed_one_step_later(tmp_path: Path) -> None:
+    """WarmupDecayLR by its formula: up a line, down a line."""
+    from shardwise.train.schedule import learning_rate
+
+    steps, warmup, rate = 80, 20, 2e-4
+    content = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": rate}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": steps,
+                "warmup_num_steps": warmup,
+                "warmup_max_lr": rate,
+                "warmup_type": "linear",
+            },
+        },
+    }
+    _, found = settings_of(tmp_path, content)
+    (tmp_path / "job.toml").write_text(as_toml(found))
+    config = load_config(tmp_path / "job.toml").config
+    for step in range(1, steps + 1):
+        up, down = step / warmup, (steps - step) / (steps - warmup)
+        assert learning_rate(config, step) == pytest.approx(rate * min(up, down), abs=1e-12)
+
+
 # -- contradictions -------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("content", "ranks", "words"),
@@ -348,6 +454,24 @@ def test_bad_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     assert not target.exists()
 
 
+def test_odd_values_of_yaml(tmp_path: Path) -> None:
+    """Dates, bytes, sets and keys that are no text have a row like all others."""
+    text = """distributed_type: FSDP
+num_processes: 2020-01-01
+mixed_precision: !!binary aGk=
+fsdp_config: !!set {a, b}
+1: one
+on: off
+? null
+: nothing
+"""
+    (tmp_path / "a.yaml").write_text(text)
+    found = import_file(tmp_path / "a.yaml")
+    assert [row.key for row in found.rows][-3:] == ["1", "on", "null"]
+    assert len(found.rows) == 7
+    json.dumps(as_json(found), allow_nan=False)
+
+
 def test_no_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for place, words in ((tmp_path / "none.json", "no such file"), (tmp_path, "no regular file")):
         assert main(["import-config", str(place)]) == 2
@@ -435,6 +559,9 @@ tables = st.dictionaries(st.sampled_from(KNOWN) | st.text(max_size=8), values, m
 @given(tables, st.sampled_from([None, *_KEYS]), st.sampled_from([None, 1, 6]))
 @example({"train_batch_size": 10**400}, None, None)
 @example({"zero_optimization": True}, None, 2)
+@example({"optimizer": {"type": "a\nb = 1", "params": {"lr": "\x1b[2J"}}}, None, None)
+@example({"output_dir": "a\n[run]\n\x7f", "fsdp": True, "x\ny": 1}, "trainer", None)
+@example({"distributed_type": "a\nb", "gpu_ids": "0\n1"}, "accelerate", None)
 @example({"a.b": 1, "a": {"b": 2}, "fp16": {"enabled": "auto"}}, "deepspeed", None)
 @example({"fsdp_config": None, "distributed_type": "FSDP"}, "accelerate", None)
 @example({"output_dir": 3, "fsdp": ["full_shard", 4], "fsdp_config": []}, "trainer", None)
@@ -457,6 +584,7 @@ def check_any(path: Path, kind: str | None, ranks: int | None) -> None:
     content = json.loads(path.read_text())
     assert len(found.rows) == len(list(leaves(content)))
     text = as_toml(found)
+    assert text.replace("\n", "").isprintable()
     target = path.with_suffix(".toml")
     target.write_text(text)
     assert set(load_config(target).origins) == set(found.settings)

@@ -40,6 +40,7 @@ _SKIPPED = {
         "deepspeed_config.zero3_save_16bit_model"
     ),
     "units are compiled one by one": "dynamo_config.dynamo_use_regional_compilation",
+    "is for several axes of the mesh": "deepspeed_config.seq_parallel_communication_data_type",
     "goes with offloading": (
         "deepspeed_config.offload_optimizer_nvme_path deepspeed_config.offload_param_nvme_path"
     ),
@@ -54,6 +55,12 @@ _SAGEMAKER = (
     "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version "
     "transformers_version py_version sagemaker_inputs_file sagemaker_metrics_file additional_args"
 )
+_AXES = "parallelism_config.parallelism_config_"
+_OTHER_AXES = ("tp_size", "cp_size", "sp_size")
+_OF_AXES = (
+    "cp_comm_strategy", "cp_backend", "cp_seq_length_is_variable", "cp_attn_implementation",
+    "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
+)  # fmt: skip
 _HANDLED = [
     *"""distributed_type mixed_precision num_processes num_machines use_cpu gpu_ids fp16
     dynamo_backend dynamo_config.dynamo_backend
@@ -61,10 +68,8 @@ _HANDLED = [
     deepspeed_config.deepspeed_config_file deepspeed_config.zero_stage
     deepspeed_config.offload_optimizer_device deepspeed_config.offload_param_device
     deepspeed_config.gradient_accumulation_steps deepspeed_config.gradient_clipping""".split(),
-    *(f"parallelism_config.parallelism_config_{key}" for key in (
-        "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size",
-        "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
-        "sp_attn_implementation")),
+    *(f"{_AXES}{key}" for key in ("dp_replicate_size", "dp_shard_size", *_OTHER_AXES)),
+    *(f"{_AXES}{key}" for key in _OF_AXES),
 ]  # fmt: skip
 KEYS = {key.partition(".")[0] for key in [*_HANDLED, *" ".join(_SKIPPED.values()).split()]} | {
     "fsdp_config", "megatron_lm_config", "fp8_config", *_SAGEMAKER.split()
@@ -153,12 +158,11 @@ def _precision(part: Part, kind: str | None) -> None:
 
 
 def _mesh(part: Part) -> None:
-    at = "parallelism_config.parallelism_config_"
-    for key in ("tp_size", "cp_size", "sp_size"):
+    at = _AXES
+    for key in _OTHER_AXES:
         if (size := part.whole(at + key)) is not None:
             part.same_if(at + key, size <= 1, NO_AXES)
-    for key in ("cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable",
-                "sp_attn_implementation"):  # fmt: skip
+    for key in _OF_AXES:
         part.skip(at + key, "goes with an axis that is not there")
     replicas, group = part.whole(at + "dp_replicate_size"), part.whole(at + "dp_shard_size")
     if replicas is not None and replicas > 1:

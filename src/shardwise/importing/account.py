@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 Path = tuple[str, ...]
+_COMMENTS = ("_comment", "//", "#")  # JSON has none, so people write keys
 _LARGEST = 2**53  # above it a number of JSON is no whole number to everybody
 
 
@@ -82,6 +83,11 @@ def shown(value: Any) -> str:
     """On one line, without characters that a terminal obeys."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if text.isprintable() else json.dumps(value, default=str).replace("\x7f", "\\u007f")
+
+
+def one_line(text: str) -> str:
+    """A sentence that may quote a file, without line ends and what a terminal obeys."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def name_of(path: Path) -> str:
@@ -223,7 +229,7 @@ class Part:
 
     def assume(self, ours: str, value: Any, why: str) -> None:
         """What the other program does when its file says nothing, where ours would do otherwise."""
-        self.account.settings.setdefault(ours, Setting(value, why))
+        self.account.settings.setdefault(ours, Setting(value, one_line(why)))
 
     def same(self, key: str, note: str) -> None:
         self._row(key, Outcome.SAME, note)
@@ -254,6 +260,7 @@ class Part:
             self.same(key, off)
 
     def warn(self, text: str) -> None:
+        text = one_line(text)
         if text not in self.account.warnings:
             self.account.warnings.append(text)
 
@@ -261,6 +268,7 @@ class Part:
         path = self.path(key)
         if path in self.account.leaves:
             value = self.account.leaves[path]
+            note = one_line(note)
             self.account.rows[path] = Row(name_of(path), value, outcome, note, ours)
 
     def finish(self, skipped: Mapping[str, str], known: Iterable[str] = ()) -> None:
@@ -279,7 +287,10 @@ class Part:
                 continue
             key = ".".join(path[len(self.prefix) :])
             reason = plain.get(key) or next((r for s, r in stars.items() if key.startswith(s)), "")
-            if self.path(key) != path:  # a dot in a name
+            if path[-1].startswith(_COMMENTS):
+                note = "a comment, by its name"
+                self.account.rows[path] = Row(name_of(path), value, Outcome.NOT_NEEDED, note)
+            elif self.path(key) != path:  # a dot in a name
                 hint = _nearest(key, [*names, *sections])
                 self.account.rows[path] = Row(name_of(path), value, Outcome.UNKNOWN, hint)
             elif reason:
@@ -295,15 +306,12 @@ class Part:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    """The known key with the nearest name; the last part counts more than where it stands."""
-    known = sorted(name for name in known if name)
+    """The known key with the nearest name: as a whole, elsewhere, in another section."""
+    known = sorted(known)
     last = key.rpartition(".")[2]
-    by_last: dict[str, str] = {}
-    for name in known:
-        by_last.setdefault(name.rpartition(".")[2], name)
-    if last in by_last:
-        return f"did you mean {by_last[last]}?"
-    close = difflib.get_close_matches(key, known, n=1) or [
-        by_last[word] for word in difflib.get_close_matches(last, by_last, n=1)
-    ]
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
+    tops = sorted({name.partition(".")[0] for name in known})
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    close = close or (elsewhere if len(elsewhere) == 1 else [])
+    close = close or difflib.get_close_matches(key.partition(".")[0], tops, n=1, cutoff=0.8)
     return f"did you mean {close[0]}?" if close else "no key of this format has a name like it"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.errors import ConfigError
+from shardwise.importing.account import one_line
 from shardwise.train.options import CommandParser
 
 KINDS = ("deepspeed", "accelerate", "trainer", "fsdp")
@@ -47,8 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         args = parser().parse_args(arguments)
         _run(args)
     except ConfigError as error:
-        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
-        print(f"shardwise import-config: {text}", file=sys.stderr)
+        print(f"shardwise import-config: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 

@@ -103,7 +103,8 @@ _SKIPPED |= {
     ),
     "the job chooses the kernel: fused where there is one": (
         "optimizer.params.torch_adam optimizer.params.fused optimizer.params.foreach "
-        "optimizer.params.adam_w_mode"
+        "optimizer.params.adam_w_mode optimizer.params.set_grad_none "
+        "optimizer.params.fp32_optimizer_states"
     ),
     "a run goes on from its newest checkpoint by itself": ("scheduler.params.last_batch_iteration"),
     "times and memory of each step are in metrics.jsonl; log.profile_steps traces steps": (
@@ -162,7 +163,8 @@ _HANDLED = [
         "cpu_offload_param", "offload_optimizer.device", "offload_param.device",
         *(f"{where}.{key}" for where in ("offload_optimizer", "offload_param") for key in (
             "nvme_path", "pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "fast_init",
-            "ratio", "pipeline_read", "pipeline_write", "super_offload")),
+            "ratio", "pipeline_read", "pipeline_write", "super_offload", "convert_grad_on_cpu",
+            "cpuadam_cores_perc")),
     )),
     *(f"{bf16}.{key}" for bf16 in ("bf16", "bfloat16") for key in (
         "bf16_master_weights_and_grads", "bf16_optimizer_states")),

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.errors import ConfigError
-from shardwise.importing.account import Account, Outcome, Row, Setting, shown
+from shardwise.importing.account import Account, Outcome, Row, Setting, one_line, shown
 from shardwise.train.config import SECTIONS
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config, toml_value
@@ -25,6 +25,7 @@ _STYLES = {
     Outcome.TRANSLATED: "green", Outcome.SAME: "green", Outcome.NOT_NEEDED: "dim",
     Outcome.AUTO: "cyan", Outcome.UNSUPPORTED: "yellow", Outcome.UNKNOWN: "red",
 }  # fmt: skip
+_WIDE = 110
 _LEFT = (Outcome.AUTO, Outcome.UNSUPPORTED, Outcome.UNKNOWN)
 # Sections in an order in which each may be judged by those before it.
 _ORDER = ["mesh", *(name for name in SECTIONS if name != "mesh")]
@@ -79,7 +80,7 @@ def _tried(settings: dict[str, Setting]) -> tuple[dict[str, Setting], dict[str, 
             _load({**good, key: setting})
             good[key] = setting
         except ConfigError as error:
-            refused[key] = str(error).removeprefix("--")
+            refused[key] = one_line(str(error).removeprefix("--"))
     return good, refused
 
 
@@ -99,10 +100,9 @@ def _place(key: str) -> tuple[int, int]:
 
 def as_toml(found: Imported) -> str:
     """Ours, with a comment a line that says where it came from."""
-    name = found.file if found.file.isprintable() else shown(found.file)
     ranks = f", {found.ranks} ranks" if found.ranks else ""
     lines = [
-        f"# From {name} ({found.kind}{ranks}) by shardwise import-config.",
+        f"# From {one_line(found.file)} ({found.kind}{ranks}) by shardwise import-config.",
         "# Your model and data go into [model] and [data].",
     ]
     for section in SECTIONS:
@@ -157,15 +157,27 @@ def _becomes(row: Row, found: Imported) -> list[str]:
     ]
 
 
-def show(console: Console, found: Imported) -> None:
-    """The table, the warnings, the TOML."""
+def _table(found: Imported) -> Table:
     table = Table(title=Text(f"{found.file}: {found.kind}"), title_justify="left", pad_edge=False)
     for name, share in (("key", 3), ("value", 2), ("becomes", 3), ("why", 5)):
         table.add_column(name, ratio=share, overflow="fold")
     for row in found.rows:
         becomes = Text("\n".join(_becomes(row, found)) or row.outcome, _STYLES[row.outcome])
         table.add_row(Text(row.key), Text(shown(row.value)), becomes, Text(row.note))
-    console.print(table)
+    return table
+
+
+def show(console: Console, found: Imported) -> None:
+    """The table (on a narrow console a paragraph for each key), the warnings, the TOML."""
+    if console.width >= _WIDE:
+        console.print(_table(found))
+    else:
+        console.print(f"{found.file}: {found.kind}", markup=False)
+        for row in found.rows:
+            becomes = ", ".join(_becomes(row, found)) or row.outcome.value
+            text = Text(f"{row.key} = {shown(row.value)}\n    ")
+            text.append(becomes, _STYLES[row.outcome]).append(f": {row.note}" if row.note else "")
+            console.print(text)
     counts = ", ".join(f"{count} {outcome}" for outcome, count in found.counts().items())
     console.print(f"{len(found.rows)} keys: {counts}", markup=False)
     for text in found.warnings:

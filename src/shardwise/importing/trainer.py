@@ -85,7 +85,6 @@ _SKIPPED = {
     "says how recomputation is done": (
         "gradient_checkpointing_kwargs.use_reentrant activation_checkpointing_kwargs.use_reentrant"
     ),
-    "warm-up and end go with lr_scheduler_type": "lr_scheduler_kwargs.*",
     "tells how to compute in float16": "fp16_opt_level half_precision_backend fp16_backend",
     "inductor's defaults": "torch_compile_mode",
 }
@@ -144,6 +143,11 @@ def translate_trainer(part: Part, folder: Path) -> None:
         part.warn("train.steps is not known: the Trainer counts epochs (3 unless it says so)")
     _optimizer(part)
     _schedule(part, steps)
+    for key in part.names("lr_scheduler_kwargs"):
+        if part.get(key) in (None, {}, ""):
+            part.skip(key, "is not set")
+        elif part.path(key) not in part.account.rows:
+            part.refuse(key, "schedules here have no such setting")
     for key, ours in {"max_grad_norm": "train.grad_clip", "seed": "run.seed"}.items():
         if (value := part.number(key)) is not None:
             part.becomes(key, ours, value)
@@ -226,10 +230,12 @@ def _end_of_schedule(part: Part, shape: str, steps: int | None) -> None:
     if shape == "wsd":
         if (decay := part.whole(at + "num_decay_steps")) is not None and steps:
             part.becomes(at + "num_decay_steps", "optim.decay_share", decay / steps)
+        part.skip(at + "num_stable_steps", "what warm-up and decay leave")
         if part.get(at + "decay_type") == "linear":
-            part.same(at + "decay_type", "linear")
+            part.same(at + "decay_type", "as here")
         else:
             part.warn("lr_scheduler_type: the decay is linear here; theirs is a cosine")
+        part.same_if(at + "warmup_type", part.get(at + "warmup_type") == "linear")
 
 
 def _every(part: Part, key: str, ours: str, strategy_key: str) -> None:
