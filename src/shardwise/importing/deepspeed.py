@@ -235,7 +235,7 @@ def _precision(part: Part) -> None:
     elif bf16 is not None:
         part.same(bf16_key, "float32")
     for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
-        text = 'the job keeps float32; model.dtype = "bfloat16" of kind hf keeps weights in it'
+        text = 'float32 here; model.dtype = "bfloat16" of kind hf keeps weights and moments in it'
         part.switch(f"{bf16_key.partition('.')[0]}.{name}", text)
     _autocast(part)
 
