@@ -80,10 +80,14 @@ def test_every_model_has_an_answer(tmp_path: Path) -> None:
 
 @on_ranks(2, timeout_s=240)
 def test_the_certain_kinds_are_what_the_engine_has(rank: int, tmp_path: Path) -> None:
-    for strategy in ("full_shard", "shard_optimizer", "no_shard"):
-        folder = tmp_path / f"{strategy}_{rank}"
+    adagrad = {"optim__kind": "adagrad", "optim__state_dtype": "bfloat16"}
+    for strategy, optim in (
+        *((name, {}) for name in ("full_shard", "shard_optimizer", "no_shard")),
+        ("full_shard", adagrad),
+    ):
+        folder = tmp_path / f"{strategy}_{len(optim)}_{rank}"
         folder.mkdir()
-        config, model, saved = counted(folder, "llama", shard__strategy=strategy)
+        config, model, saved = counted(folder, "llama", shard__strategy=strategy, **optim)
         found = needs_of(model, config, 2, saved)
         shard(model, config, CPU, 2)
         fill(model, config, CPU)
@@ -94,6 +98,7 @@ def test_the_certain_kinds_are_what_the_engine_has(rank: int, tmp_path: Path) ->
         weights = sum(p.nbytes for p in local)
         slots = [s for state in optimizer.state.values() for s in state.values()]
         moments = sum(s.to_local().nbytes for s in slots if hasattr(s, "to_local"))
+        assert not optim or {s.dtype for s in slots if s.ndim} == {torch.bfloat16}
         assert weights <= found.weights <= weights + 4096  # parts are aligned
         assert weights <= found.gradients <= weights + 4096
         assert moments <= found.optimizer <= moments + 8192

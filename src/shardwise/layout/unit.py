@@ -64,6 +64,11 @@ class UnitLayout:
         return sum(b.chunk_numel * b.gather_dtype.itemsize for b in split)
 
     @property
+    def num_trained(self) -> int:
+        """Elements with a gradient of the rank that owns most."""
+        return sum(r.counts_offset for r in self._last_reduces)
+
+    @property
     def _last_reduces(self) -> list[ReduceLayout]:
         """The stage that delivers."""
         pairs = zip(self.reduces, self.registered, strict=True)

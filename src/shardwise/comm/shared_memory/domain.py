@@ -353,11 +353,8 @@ class Domain:
             if ready():
                 self.order()
                 return
-            if heed_abandon and self._is_abandoned():
-                if ready():  # what a peer did before its exception counts
-                    self.order()
-                    return
-                self.check_abandoned()
+            if heed_abandon and self._is_abandoned() and not ready():
+                self.check_abandoned()  # what a peer did before its exception counts
             self._tell_sleep(seen)
             try:
                 self.doorbell.sleep(seen, slice_s)

@@ -72,7 +72,7 @@ class BucketGrads:
         self._is_complex = state.layout.is_complex
         self._are_whole = all(p.spread.whole is None for p in state.params)
         self._flags: tuple[bool, ...] = ()  # which parameters are in the layout
-        self._trained = 0  # mask of those that had gradients to come in this accumulation
+        self.trained = 0  # mask of those that had gradients to come in this accumulation
         self._position: dict[int, int] = {}
         self._awaited = 0  # mask of the parameters in the layout
         self.receivers: Receivers | None = None  # of this rank's parts of the sum
@@ -89,18 +89,15 @@ class BucketGrads:
             assert self.layout is not None
             return self.layout  # the reduction under way keeps its layout
         flags = tuple(map(_trains, self.state.params))
-        if self._trained:
-            flags = tuple(now or bool(self._trained >> i & 1) for i, now in enumerate(flags))
+        if self.trained:
+            flags = tuple(now or bool(self.trained >> i & 1) for i, now in enumerate(flags))
         return self._lay_out(flags)
-
-    def forget_trainable(self) -> None:
-        self._trained = 0
 
     def note_trainable(self) -> None:
         """A backward without sync begins, on all ranks: its parameters belong to the reduction."""
         self.arrivals.watch_again(self)
         for i, param in enumerate(self.state.params):
-            self._trained |= param.full.requires_grad << i
+            self.trained |= param.full.requires_grad << i
 
     def _lay_out(self, flags: tuple[bool, ...]) -> ReduceLayout:
         if self.layout is None or flags != self._flags:
@@ -376,7 +373,7 @@ class Gradients:
         if self._is_accumulated:
             self._is_accumulated = self.accumulates = False
             for bucket in self.buckets:
-                bucket.forget_trainable()
+                bucket.trained = 0
         if self.settings.requires_sync:
             self.end_accumulation()
         else:
