@@ -62,7 +62,7 @@ test-all: test
 	SHARDWISE_LONG=1 $(BIN)/python -m pytest -m long
 	$(PIP_INSTALL) -qq -e ".[integrations]"
 	$(PIP_INSTALL) -qq --no-deps torchtitan spmd_types torchdata einops torch_checkpointing triton
-	$(BIN)/python -m pytest tests/integrations
+	SHARDWISE_LONG=1 $(BIN)/python -m pytest tests/integrations
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
 	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:200 --worlds 2 --modes c10d,shared_memory

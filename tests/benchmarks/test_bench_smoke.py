@@ -14,12 +14,14 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run_benchmark(name: str, *options: str, code: int = 0) -> dict[str, Any]:
+def run_benchmark(
+    name: str, *options: str, code: int = 0, timeout_s: float = 110.0
+) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / name), *options],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout_s,
         check=False,
     )
     assert done.returncode == code, done.stdout + done.stderr
@@ -92,3 +94,20 @@ def test_finetune_benchmark_trains_the_same_model_in_every_row() -> None:
         "fsdp2", "shardwise", "fsdp2@LOSS=chunked", "shardwise@LOSS=chunked"
     ]  # fmt: skip
     assert all(row["valid"] for row in case["engines"].values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_finetune_job_on_other_ranks_and_killed() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("datasets")
+    options = ("--worlds", "1,2", "--resumes", "2,1", "--steps", "60", "--levels", "any_world")
+    result = run_benchmark("finetune_ranks.py", *options, timeout_s=580.0)
+    assert result["holds"]
+    found = result["levels"]["any_world"]
+    assert found["worlds"]["same_bits"] and len(found["worlds"]["runs"]["2"]["rows"]) == 3
+    resumed = found["resumes"]
+    assert [start["ranks"] for start in resumed["starts"]] == [2, 1]
+    assert 0 < resumed["starts"][0]["done"] < 60 == len(resumed["rows"])
+    assert resumed["same_bits"] and resumed["each_row_once_per_epoch"]
+    assert resumed["epochs"] > 2
