@@ -1,11 +1,13 @@
 """What cannot be trained on is one line that says where it stands and what to do; exit code 2, and
 nothing is written."""
 
+import errno
 import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,8 +44,37 @@ CASES = {
         raw("data.jsonl", b'{"messages": []}\n{"messages": "\xff\xfe"}\n'),
         "data.jsonl:2: is not text in UTF-8",
     ),
-    "wrong field": (lines({"conversation": []}), "no field 'messages'.*messages=NAME"),
+    "wrong field": (lines({"conversation": []}), "no field 'messages'.*messages=conversation"),
     "a near field": (lines({"message": []}), r'data.fields = \["messages=message"\]'),
+    "as ShareGPT has it": (
+        lines({"conversations": [{"from": "human", "value": "x"}]}),
+        r'data.fields = \["messages=conversations", "role=from", "content=value"\]',
+    ),
+    "messages as ShareGPT has them": (
+        lines({"messages": [{"from": "human", "value": "x"}]}),
+        r'data.fields = \["role=from", "content=value"\]',
+    ),
+    "instructions as chats": (
+        lines({"instruction": "x", "input": "", "output": "y"}),
+        "no field 'messages'; it has instruction, input, output: set data.format = 'instruction'",
+    ),
+    "chats as texts": (
+        raw("data.jsonl", b'{"messages": []}', data__format="text"),
+        "no field 'text'; it has messages: set data.format = 'chat'",
+    ),
+    "half of a character": (
+        lines('{"messages": [{"role": "user", "content": "\\ud83d"}]}'),
+        r"data.jsonl:2: holds \\ud83d, half of a character",
+    ),
+    "a number of 5,000 digits": (
+        lines('{"messages": ' + "9" * 5000 + "}"),
+        "data.jsonl:2: holds a number of too many digits",
+    ),
+    "JSON that is nested deep": (
+        raw("data.json", b"[" * 200_000),
+        "data.json:1: is nested too deep",
+    ),
+    "all alike": (lines(*[GOOD] * 30), "31 samples that are all equal cannot be cut"),
     "no role": (
         lines({"messages": [{"from": "user", "content": "x"}]}),
         "message 1 has no field 'role'",
@@ -99,7 +130,7 @@ CASES = {
     ),
     "csv without the field": (
         raw("data.csv", b"question,output\na,b\n", data__format="instruction"),
-        "no field 'instruction'; it has question, output",
+        r"no field 'instruction'; it has question, output: .*instruction=question",
     ),
     "instruction without answer": (
         raw("data.jsonl", b'{"instruction": "a", "output": null}', data__format="instruction"),
@@ -241,3 +272,30 @@ def test_a_missing_extra_is_one_line(tmp_path, capfd, monkeypatch, library):
     assert said.count("\n") == 1
     assert 'pip install "shardwise[hf]"' in said
     assert files_in(tmp_path) == before
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, capfd, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device", "tokens.bin")
+
+    monkeypatch.setattr(Path, "rename", full)
+    assert main(["data", *options(tmp_path, lines(*chats(9)))]) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "No space left on device: 'tokens.bin': too little space is left there" in said
+
+
+def test_weights_that_are_no_numbers_are_named_before_the_first_step(tmp_path):
+    from shardwise.train.data import open_data
+    from shardwise.train.model import build_model
+    from shardwise.train.text.check import check_packing
+
+    (tmp_path / "models.py").write_text(
+        MODELS.replace("    return ", "    model = ")
+        + "    model.model.norm.weight.data.fill_(float('nan'))\n    return model\n"
+    )
+    path = write_lines(tmp_path / "data.jsonl", chats(30))
+    config = load(tmp_path, path).config
+    data, model = open_data(config, tmp_path), build_model(config, tmp_path)
+    with pytest.raises(ConfigError, match=r"model.path: the logits .* are nan or inf before any"):
+        check_packing(config, data, model, Ranks(), torch.device("cpu"))

@@ -53,6 +53,9 @@ def no_weights(path: Path) -> None:
     (path / "model.safetensors").unlink()
 
 
+NORM = "model.norm.weight"
+
+
 def reshape(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = torch.ones(31)
 
@@ -106,6 +109,11 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_weights(reshape),
         r"of another shape: model.norm.weight \(31,\) -> \(32,\)",
     ),
+    "whole numbers": (
+        change_weights(lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
+        "model.norm.weight is stored as int8, quantized: without its scales",
+    ),
+    "unknown activation": (change_config(hidden_act="boom"), "cannot be built: it knows no 'boom'"),
     "other sizes": (change_config(vocab_size=97), r"of another shape: lm_head.weight \(96, 32\)"),
     "attention": (change_config(), "model.attention: flash_attention_2: it does not run on cpu"),
     "too long": (change_config(max_position_embeddings=16), "data.seq_len: 24 is more than the 16"),

@@ -32,6 +32,8 @@ def build_on_meta(described: Description, dtype: torch.dtype, attention: str) ->
                 model.generation_config = of_directory
     except Exception as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, KeyError):  # whose text is the key alone
+            text = f"it knows no {text}"
         raise ConfigError(f"model.path: {described.path}: cannot be built: {text}") from error
     compute_tables(model)
     # What a checkpoint and an export keep is the configuration without the job's own settings.

@@ -17,6 +17,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.train.config import HFModelConfig
 from shardwise.train.hf.library import library, quietly
+from shardwise.train.text.keys import download_hint
 
 _KEY = "model.path"
 _MAX_CONFIG_BYTES = 16 * 2**20
@@ -65,11 +66,7 @@ def _error(path: Path, text: str) -> ConfigError:
 
 def _read(path: Path, file: Path) -> tuple[str, dict[str, Any]]:
     if not path.exists():
-        name = str(path)
-        hint = ""
-        if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-            hint = f"; nothing is downloaded: hf download {name} --local-dir {name}"
-        raise _error(path, f"no such directory or configuration file{hint}")
+        raise _error(path, f"no such directory or configuration file{download_hint(path)}")
     if not file.exists():
         gguf = next(iter(sorted(path.glob("*.gguf"))), None)
         hint = f"; {gguf.name} has to be converted first (examples/smollm2)" if gguf else ""

@@ -89,11 +89,26 @@ def under_names_of_model(source: Source, described: Description, model: Any) -> 
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
     if not found:
+        _check_kinds(weights, described, model)
         return weights
     weights.close()
     raise ConfigError(
         f"model.path: {described.path}: does not fit {type(model).__name__}: {_in_words(found)}"
     )
+
+
+def _check_kinds(weights: Weights, described: Description, model: nn.Module) -> None:
+    """Whole numbers in place of weights are quantized ones, and mean nothing without their scales
+    (which who has written them did not leave here)."""
+    for name, parameter in model.named_parameters():
+        info = weights.tensors.get(MODEL + name)
+        if info and parameter.dtype.is_floating_point and not info.dtype.is_floating_point:
+            weights.close()
+            kind = str(info.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"model.path: {described.path}: {name} is stored as {kind}, quantized: without its "
+                "scales it is no weight; write it as bfloat16 first"
+            )
 
 
 def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:

@@ -103,6 +103,11 @@ def _judge(
     alone = [_logits(model, [[document]], device)[0] for document in pair]
     rows = [[a, b], [b, a]] if config.train.micro_batch > 1 else [[a, b]]
     rounding = _ROUNDING[config.shard.param_dtype]
+    if not all(bool(torch.isfinite(logits).all()) for logits in alone):
+        return ConfigError(
+            "model.path: the logits of the first documents are nan or inf before any step; look at "
+            "the weights that are read"
+        )
     found = _difference(_logits(model, rows, device), alone, rounding)
     if not found:
         return None

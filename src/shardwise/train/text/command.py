@@ -17,6 +17,7 @@ from shardwise.train.columns import Column, console_of, print_columns
 from shardwise.train.command import parse
 from shardwise.train.config import Config
 from shardwise.train.config_file import load_config
+from shardwise.train.limits import explain
 from shardwise.train.order import Int64Array
 from shardwise.train.restarts import Restarts
 from shardwise.train.text.keys import has_texts
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     except ConfigError as error:
         print(f"shardwise data: {error}", file=sys.stderr)
-        return 2
+    except OSError as error:  # of the cache: no space, no permission, a limit
+        why = explain(error)
+        print(f"shardwise data: {error}{f': {why}' if why else ''}", file=sys.stderr)
+    return 2
 
 
 def config_of(arguments: Sequence[str]) -> Config:

@@ -147,7 +147,7 @@ def _read_json(path: Path, kind: str, work: Path) -> Iterator[Record | RecordErr
 def _parsed(text: str) -> Any:
     try:
         return json.loads(text.removeprefix("\ufeff"))
-    except ValueError:  # objects one a line, or a mistake that the lines show
+    except (ValueError, RecursionError):  # objects one a line, or a mistake that the lines show
         return None
 
 
@@ -172,6 +172,8 @@ def _from_line(place: Place, line: str) -> Record | RecordError:
         return RecordError(place, f"is not JSON: {error.msg} at column {error.colno}")
     except RecursionError:
         return RecordError(place, "is nested too deep")
+    except ValueError:  # Python's limit of digits
+        return RecordError(place, "holds a number of too many digits")
     return (
         Record(place, value) if isinstance(value, dict) else RecordError(place, _no_object(value))
     )
@@ -218,10 +220,44 @@ def _open(path: Path) -> Any:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
+# What other projects call them.
+_ALSO = {
+    "messages": ("conversations", "conversation", "dialog", "dialogue", "turns", "chat"),
+    "role": ("from", "speaker"),
+    "content": ("value", "text"),
+    "instruction": ("prompt", "question", "query"),
+    "output": ("response", "answer", "completion", "chosen"),
+    "text": ("content", "body", "document"),
+}
+
+
 def missing(field: str, key: str, values: dict[str, Any]) -> str:
-    """What to say of a record without a field; `key` is the name that data.fields gives it."""
+    """What to say of a record (or message) without a field; `key` is the name that data.fields
+    gives it."""
     names = [str(name) for name in values]
-    close = difflib.get_close_matches(field, names, n=1)
     there = f"it has {', '.join(names)}" if names else "it has none"
-    hint = close[0] if close else "NAME"
-    return f'has no field {field!r}; {there}: set data.fields = ["{key}={hint}"]'
+    remedy = _format_of(key, names) or f"data.fields = {json.dumps(_fields(field, key, values))}"
+    return f"has no field {field!r}; {there}: set {remedy}"
+
+
+def _format_of(key: str, names: list[str]) -> str:
+    """The format that a record of these fields is of, where it is another one."""
+    if key in ("messages", "text") and {"instruction", "output"} <= set(names):
+        return "data.format = 'instruction'"
+    is_chat = key in ("text", "instruction", "output") and "messages" in names
+    return "data.format = 'chat'" if is_chat else ""
+
+
+def _fields(field: str, key: str, values: dict[str, Any]) -> list[str]:
+    """Entries of data.fields by names that others use, also for the messages of a chat."""
+    names = [str(name) for name in values]
+    close = [name for name in (key, *_ALSO.get(key, ())) if name in names]
+    close = close or difflib.get_close_matches(field, names, n=1)
+    found = [f"{key}={close[0] if close else 'NAME'}"]
+    turn = values if key == "role" else None
+    if key == "messages" and close and isinstance(turns := values[close[0]], list) and turns:
+        turn = turns[0]
+    for ours in ("role", "content"):
+        if isinstance(turn, dict) and ours != key and ours not in turn:
+            found += [f"{ours}={name}" for name in _ALSO[ours] if name in turn][:1]
+    return found

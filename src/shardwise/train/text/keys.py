@@ -43,6 +43,13 @@ def tokenizer_dir(config: Config) -> Path | None:
     return path.parent if path is not None and path.is_file() else path
 
 
+def download_hint(path: Path) -> str:
+    """For a name on a model hub, as other programs take it."""
+    name = str(path)
+    is_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    return f"; nothing is downloaded: hf download {name} --local-dir {name}" if is_name else ""
+
+
 def overlong_of(data: DataConfig) -> str:
     """What `auto` stands for."""
     if data.overlong != "auto":

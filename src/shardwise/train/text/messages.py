@@ -61,6 +61,7 @@ class Reader:
         extra = record.values.get(name)
         if extra is not None and not isinstance(extra, str):
             raise RecordError(record.place, f"{name!r} is not a text")
+        _check_whole(record, extra or "")
         if name != "input" and name not in record.values:
             self._value(record, "input")  # somebody asked for it
         if extra and extra.strip():
@@ -84,6 +85,7 @@ class Reader:
         if not value or not value.strip():
             what = f"{what} ({field!r})" if what else repr(field)
             raise RecordError(record.place, f"{what} is empty")
+        _check_whole(record, value)
         return value
 
     def _message(self, record: Record, raw: Message, number: int) -> Message:
@@ -101,6 +103,7 @@ class Reader:
         content = _joined(found.pop(content_field, ""))
         if content is None:
             raise RecordError(record.place, f"the content of message {number} is not a text")
+        _check_whole(record, json.dumps(found, ensure_ascii=False, default=str) + content)
         if not content.strip() and not (role == "assistant" and found.get("tool_calls")):
             what = "the answer" if role == "assistant" else f"the text of the {role}"
             raise RecordError(record.place, f"{what} (message {number}) is empty")
@@ -114,6 +117,17 @@ class Reader:
         if self.system == "merge":
             first = {**first, "content": f"{system['content']}\n\n{first['content']}"}
         return [first, *rest]
+
+
+def _check_whole(record: Record, text: str) -> None:
+    """JSON can write half of a pair of code units, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise RecordError(
+            record.place, f"holds {half}, half of a character (of a text that was cut?)"
+        ) from None
 
 
 def _list_in(text: str) -> Any:

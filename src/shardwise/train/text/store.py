@@ -267,9 +267,10 @@ class _Builder:
         wanted = max(1, round(count * share)) if share else 0
         names = sorted(set(self.groups))
         if share and (count < 2 or (len(names) < 2 and self.data.format != "text")):
+            what = "a single sample" if count < 2 else f"{count:,} samples that are all equal"
             raise ConfigError(
-                "data.held_out: a single sample cannot be cut into two parts; give more data, or "
-                "set it to 0"
+                f"data.held_out: {what} cannot be cut into two parts; give more data, or set it to "
+                "0"
             )
         if self.data.format == "text" and len(names) < _FEW_TEXTS:
             return np.arange(count) >= count - min(wanted, count - 1)

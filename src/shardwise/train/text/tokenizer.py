@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.train.config import Config
-from shardwise.train.text.keys import tokenizer_dir
+from shardwise.train.text.keys import download_hint, tokenizer_dir
 
 # What tokenizers are made of; any of the first six makes one.
 _MADE_OF = (
@@ -40,7 +40,7 @@ def find_tokenizer(config: Config) -> TokenizerFiles:
     folder = tokenizer_dir(config)
     assert folder is not None, "problems() asks for one"
     if not folder.is_dir():
-        raise ConfigError(f"{key}: {folder}: no such directory")
+        raise ConfigError(f"{key}: {folder}: no such directory{download_hint(folder)}")
     there = [folder / name for name in _MADE_OF if (folder / name).is_file()]
     if not any(file.name in _MADE_OF[:6] for file in there):
         raise ConfigError(
