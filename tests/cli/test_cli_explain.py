@@ -62,6 +62,22 @@ def test_json(capsys) -> None:
     assert found["kept_bytes"] == sum(unit["kept_bytes"] for unit in found["units"])
 
 
+def test_what_is_kept_goes_by_the_optimizer(capsys) -> None:
+    """Bytes a parameter: 4 of its own, 4 of the gradient, and the state."""
+    for optim, each in (
+        ({}, 16),
+        ({"kind": "sgd"}, 8),
+        ({"kind": "sgd", "momentum": "0.9"}, 12),
+        ({"kind": "sgd", "momentum": "0.9", "state_dtype": "bf16"}, 10),
+        ({"kind": "adam", "amsgrad": "true"}, 20),
+    ):
+        arguments = [word for key, value in optim.items() for word in (f"--optim.{key}", value)]
+        assert main(["explain", *arguments, "--nproc", "1", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        numel = sum(unit["parameters"] for unit in found["units"])
+        assert found["kept_bytes"] == pytest.approx(each * numel, rel=1e-3), optim  # alignment
+
+
 def test_mistakes(capsys) -> None:
     for arguments, text in (
         (["--shard.overrides", '["nothing=full_shard"]'], "no unit has the name 'nothing'"),

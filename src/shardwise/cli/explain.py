@@ -144,7 +144,7 @@ def _print(plan: PlannedModel, why: list[str], num_ranks: int) -> None:
     refreshed = plan.refreshed_bytes
     once = f" and {text_of_bytes(refreshed)} per optimizer step" if refreshed else ""
     console.print(
-        f"A rank keeps {text_of_bytes(plan.kept_bytes)} (parameters, gradients, AdamW's moments), "
+        f"A rank keeps {text_of_bytes(plan.kept_bytes)} (parameters, gradients, optimizer state), "
         f"gathers at most {text_of_bytes(plan.gathered_bytes)} at a time, and receives "
         f"{text_of_bytes(plan.received_bytes)} per micro-batch{once}. Activations come on top."
     )

@@ -212,7 +212,7 @@ def _row(
         ranks=ranks,
         parameter_bytes=sum(layout.shard_bytes + layout.middle_bytes for layout in layouts),
         gradient_bytes=sum(layout.grad_bytes for layout in layouts),
-        optimizer_bytes=sum(unit.moment_bytes for unit in plan.units),
+        optimizer_bytes=sum(unit.state_bytes for unit in plan.units),
         gathered_bytes=plan.gathered_bytes,
         activation_bytes=activations,
         logits_bytes=logits,

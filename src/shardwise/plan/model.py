@@ -29,8 +29,6 @@ from shardwise.layout import (
 from shardwise.layout.policy import goes_with_stats
 from shardwise.layout.unit import Collective
 
-_MOMENTS = 2  # AdamW
-
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
@@ -42,22 +40,27 @@ class PlannedUnit:
     transport: str
     layout: UnitLayout
     is_root: bool
+    num_states: int = 2  # tensors that the optimizer keeps of each parameter; AdamW's moments
+    halves_states: bool = False  # they are bfloat16, whatever the parameter is
 
     @property
     def numel(self) -> int:
         return sum(p.numel for b in self.layout.buckets for p in b.params)
 
     @property
-    def moment_bytes(self) -> int:
-        """Of AdamW: torch makes them like the parameter, as it makes the gradient."""
-        return _MOMENTS * self.layout.grad_bytes
+    def state_bytes(self) -> int:
+        """Of the optimizer: torch makes it like the parameter, as it makes the gradient."""
+        layout = self.layout
+        return self.num_states * (
+            2 * layout.num_trained if self.halves_states else layout.grad_bytes
+        )
 
     @property
     def kept_bytes(self) -> int:
-        """Parameters, gradients and moments of a rank at the end of a backward."""
+        """Parameters, gradients and optimizer state of a rank at the end of a backward."""
         layout = self.layout
         parameters = layout.shard_bytes + layout.middle_bytes
-        return parameters + layout.grad_bytes + self.moment_bytes
+        return parameters + layout.grad_bytes + self.state_bytes
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -127,6 +130,8 @@ def plan_model(
     replicas: int = 1,
     transport: str = "auto",
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    num_states: int = 2,
+    halves_states: bool = False,
 ) -> PlannedModel:
     """Lay out `model` as `shard_model` would.
 
@@ -137,6 +142,7 @@ def plan_model(
         world: ranks of the shard axis; for `no_shard` of all.
         replicas: ranks of the replicate axis.
         overrides: by the name of a unit's first module, "" for the root.
+        num_states, halves_states: of the optimizer, see `PlannedUnit`.
     """
     seen: set[int] = set()
     units = []
@@ -153,10 +159,9 @@ def plan_model(
             world=1 if alone else world,
             replicas=world * replicas if alone else replicas,
         )
-        name = group[0] or "(root)"
-        units.append(
-            PlannedUnit(name, tuple(group), chosen, str(own["transport"]), layout, not group[0])
-        )
+        name, wire = group[0] or "(root)", str(own["transport"])
+        state = num_states, halves_states
+        units.append(PlannedUnit(name, tuple(group), chosen, wire, layout, not group[0], *state))
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
     units.sort(key=lambda unit: (unit.is_root, order[unit.modules[0]]))
     return PlannedModel(tuple(units), world, replicas)

@@ -31,12 +31,15 @@ from shardwise.train.config import (
     HFModelConfig,
     gather_limit,
     mesh_shape,
+    own_keys,
     parse_override,
     resolved_strategy,
 )
 from shardwise.train.decoder import Decoder
 from shardwise.train.factory import load_factory
 from shardwise.train.loss.causal import use_token_loss
+from shardwise.train.optimizer_keys import num_states
+from shardwise.train.optimizer_state import in_bfloat16
 
 _CHECKPOINTING: dict[str, bool | str] = {"none": False, "full": True, "selective": "selective"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -136,6 +139,8 @@ def plan_of(model: nn.Module, config: Config, num_ranks: int) -> PlannedModel:
         replicas=replicas,
         transport=config.shard.transport,
         overrides=override_for(groups, overrides),
+        num_states=num_states(config.optim.kind, own_keys(config.optim)),
+        halves_states=in_bfloat16(config.optim),
     )
 
 

@@ -19,13 +19,11 @@ import torch
 from torch import nn
 
 from shardwise.engine.services.grouping import choose_units
-from shardwise.layout import UnitLayout, strategy_named
+from shardwise.layout import strategy_named
 from shardwise.train.config import (
     Config,
     CustomModelConfig,
     HFModelConfig,
-    OptimConfig,
-    own_keys,
     resolved_strategy,
 )
 from shardwise.train.hf.activations import Saved, count_saved
@@ -33,8 +31,6 @@ from shardwise.train.hf.room import room_on
 from shardwise.train.loss.causal import LOGIT_COPIES, LossChoice
 from shardwise.train.loss.chunked import rows_of_chunk
 from shardwise.train.model import plan_of, unit_of_config
-from shardwise.train.optimizer_keys import num_states
-from shardwise.train.optimizer_state import in_bfloat16
 from shardwise.units import text_of_bytes
 
 
@@ -88,17 +84,11 @@ def needs_of(model: nn.Module, config: Config, world: int, saved: Saved) -> Need
     return Needs(
         weights=sum(u.layout.shard_bytes + u.layout.middle_bytes for u in units),
         gradients=sum(u.layout.grad_bytes for u in units),
-        optimizer=sum(_state_bytes(u.layout, config.optim) for u in units),
+        optimizer=sum(u.state_bytes for u in units),
         gathered=plan.gathered_bytes + (whole_gradients if world > 1 else 0),
         activations=activations,
         logits=_logits(model, saved.logits * micro, config),
     )
-
-
-def _state_bytes(layout: UnitLayout, optim: OptimConfig) -> int:
-    """Of what the optimizer keeps: like the parameters, or in bfloat16."""
-    each = 2 * layout.num_trained if in_bfloat16(optim) else layout.grad_bytes
-    return each * num_states(optim.kind, own_keys(optim))
 
 
 def _logits(model: Any, elements: int, config: Config) -> int:
