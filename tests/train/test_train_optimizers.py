@@ -158,3 +158,10 @@ def test_a_sharded_step_is_the_plain_step_and_a_resume_no_interruption(rank, tmp
     run_job(tmp_path / "parts", stop_after=2, **options)
     run_job(tmp_path / "parts", **options)
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
+
+
+@on_ranks(2)
+def test_another_optimizer_does_not_go_on_from_its_state(rank, tmp_path):
+    run_job(tmp_path / "run", stop_after=1)
+    with pytest.raises(ConfigError, match=r"state of optim.kind = 'adamw', which 'sgd' cannot"):
+        run_job(tmp_path / "run", optim__kind="sgd")

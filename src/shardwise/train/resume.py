@@ -77,6 +77,12 @@ def _check(checkpoint: Checkpoint, config: Config, data: Data, model: nn.Module)
             "Use another run.dir, or the [model] that it was made with"
         )
     facts = read_extra(checkpoint)
+    kind = facts.get("config", {}).get("optim", {}).get("kind", config.optim.kind)
+    if kind != config.optim.kind:
+        raise ConfigError(
+            f"{checkpoint.path}: holds the state of optim.kind = {kind!r}, which "
+            f"{config.optim.kind!r} cannot go on from. Use another run.dir, or that optimizer"
+        )
     if (facts["data"], facts["seed"]) != (data.fingerprint, config.run.seed):
         before, now = facts.get("config", {}).get("data", {}), config_as_dict(config)["data"]
         found = [
