@@ -80,6 +80,10 @@ def test_a_damaged_cache_is_built_again(tmp_path):
     tokens.write_bytes(b"short")
     assert open_data(config, None).fingerprint == first.fingerprint
     assert tokens.stat().st_size > 5
+    written = tokens.read_bytes()
+    tokens.write_bytes(written[:40] + bytes([written[40] ^ 1]) + written[41:])  # of the same size
+    open_data(config, None)
+    assert tokens.read_bytes() == written
 
 
 def _open(config, gate, out):

@@ -2,9 +2,9 @@
 wait, pruned by age and size.
 
 A folder is named by a hash of what it was made of. It is built in a temporary one beside it and
-renamed. `info.json` holds what the builder says and the size of every file, so a damaged one is
-noticed and built again. Building one removes those that were not opened for long, or are too much;
-whoever has one mapped keeps it.
+renamed. `info.json` holds what the builder says, and size and checksum of every file: whoever opens
+it reads all of them, and a damaged folder is built again. Building one removes those that were not
+opened for long, or are too much; whoever has one mapped keeps it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -25,6 +26,7 @@ from shardwise.errors import ConfigError
 
 INFO = "info.json"
 _NAME = re.compile(r"[0-9a-f]{32}(\.\w+)?")  # with an ending: being built
+_BLOCK = 2**22
 _KEPT_S, _ABANDONED_S, _KEPT_BYTES = 30 * 86400, 86400, 10 * 2**30
 
 
@@ -50,7 +52,7 @@ def cached(
 ) -> dict[str, Any]:
     """What `info.json` of the folder says. Where there is none, `write(work)` puts files into a
     temporary folder and returns it. `waiting` is called where another process builds just now."""
-    if not is_whole(folder):
+    if not is_sound(folder):
         _build(folder, write, waiting)
         prune(folder)
     os.utime(folder)
@@ -65,6 +67,25 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
+def is_sound(folder: Path) -> bool:
+    """Whole, and every byte is what was written."""
+    if not is_whole(folder):
+        return False
+    try:
+        sums = json.loads((folder / INFO).read_text())["checksums"]
+        return all(_checksum(folder / name) == value for name, value in sums.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _checksum(file: Path) -> int:
+    value = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value
+
+
 def _build(
     folder: Path, write: Callable[[Path], dict[str, Any]], waiting: Callable[[], None] | None
 ) -> None:
@@ -72,12 +93,14 @@ def _build(
     with lock_file.open("a+") as lock:
         if _has_waited(lock, waiting) and (mistake := _read_all(lock)):
             raise ConfigError(mistake)  # as the builder: another try would end alike
-        if is_whole(folder):
+        if is_sound(folder):
             return
         work = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         try:
             info = write(work)
-            info["sizes"] = {file.name: _synced(file) for file in work.iterdir()}
+            files = list(work.iterdir())
+            info["sizes"] = {file.name: _synced(file) for file in files}
+            info["checksums"] = {file.name: _checksum(file) for file in files}
             (work / INFO).write_text(json.dumps(info))
             shutil.rmtree(folder, ignore_errors=True)  # a damaged one
             work.rename(folder)
