@@ -257,7 +257,8 @@ def test_train_says_the_same(tmp_path):
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
+    # On a busy machine a rank says that it waits for one that is late.
+    (line,) = [line for line in done.stderr.splitlines() if " waited " not in line]
     assert "data.jsonl:2: is not JSON" in line
     assert files_in(tmp_path) == before
 
