@@ -291,12 +291,12 @@ def test_weights_that_are_no_numbers_are_named_before_the_first_step(tmp_path):
     from shardwise.train.model import build_model
     from shardwise.train.text.check import check_packing
 
-    (tmp_path / "models.py").write_text(
+    (tmp_path / "nan_models.py").write_text(  # a name of its own: modules stay imported
         MODELS.replace("    return ", "    model = ")
         + "    model.model.norm.weight.data.fill_(float('nan'))\n    return model\n"
     )
     path = write_lines(tmp_path / "data.jsonl", chats(30))
-    config = load(tmp_path, path).config
+    config = load(tmp_path, path, model__kind="nan_models:tiny").config
     data, model = open_data(config, tmp_path), build_model(config, tmp_path)
     with pytest.raises(ConfigError, match=r"model.path: the logits .* are nan or inf before any"):
         check_packing(config, data, model, Ranks(), torch.device("cpu"))
