@@ -258,6 +258,9 @@ def _train(words: list[str], folder: Path) -> None:
 
 def _torchrun(words: list[str], folder: Path) -> None:
     nproc = int(words[words.index("--nproc-per-node") + 1])
+    if "-m" not in words:
+        assert (ROOT / words[words.index("--nproc-per-node") + 2]).exists()
+        return
     module = words.index("-m")
     if words[module + 1] == "shardwise.install":
         script = words[module + 2]
