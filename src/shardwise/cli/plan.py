@@ -231,23 +231,22 @@ def _of_config(
     loaded = _load(rest).on(ranks)
     for key, text in world_problems(loaded.config, ranks):
         raise loaded.error(key, text)
-    from shardwise.train.hf.needs import needs_of, saved_of, smallest_change
+    from shardwise.train.hf.needs import needs_of_plan, saved_of, smallest_change
     from shardwise.train.model import build_model, plan_of
 
     model = build_model(loaded.config, loaded.path.parent if loaded.path else None)
     saved = saved_of(model, loaded.config)
     rows = []
     for strategy, replicas in _choices(ranks):
+        plan = plan_of(model, _choosing(loaded.config, strategy, replicas, "none"), ranks)
         for recompute in ("none", "full"):
             config = _choosing(loaded.config, strategy, replicas, recompute)
-            needs = needs_of(model, config, ranks, saved)
+            needs = needs_of_plan(plan, model, config, ranks, saved)
             row = _row(
-                plan_of(model, config, ranks), strategy, recompute, ranks, room,
+                plan, strategy, recompute, ranks, room,
                 needs.activations if saved.is_known else None, needs.logits,
             )  # fmt: skip
-            rows.append(
-                replace(row, optimizer_bytes=needs.optimizer, gathered_bytes=needs.gathered)
-            )
+            rows.append(replace(row, gathered_bytes=needs.gathered))
     notes = list(loaded.notes)
     if not saved.is_known:
         notes.append("activations come on top: this model's forward tells nothing on meta")

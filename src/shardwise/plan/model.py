@@ -2,8 +2,8 @@
 
 A unit's numbers are those of its `UnitLayout`, the object that the engine allocates and moves by:
 
-    kept       shards of parameters, their gradients, the optimizer's two moments, all in the dtype
-               of the parameters; the shards that replicas share out (`hybrid_full_optimizer`)
+    kept       shards of parameters, their gradients and optimizer state (AdamW's two moments where
+               nothing else is said); the shards that replicas share out (`hybrid_full_optimizer`)
     gathered   the whole parameters, while the unit runs
     received   what a rank takes in per micro-batch: (W-1)/W of what is gathered or reduced, twice
                that of what is summed over replicas

@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.engine.services.grouping import choose_units
 from shardwise.layout import strategy_named
+from shardwise.plan.model import PlannedModel
 from shardwise.train.config import (
     Config,
     CustomModelConfig,
@@ -69,7 +70,13 @@ def saved_of(model: nn.Module, config: Config) -> Saved:
 
 def needs_of(model: nn.Module, config: Config, world: int, saved: Saved) -> Needs:
     """Of a model on meta, before it is sharded."""
-    plan = plan_of(model, config, world)
+    return needs_of_plan(plan_of(model, config, world), model, config, world, saved)
+
+
+def needs_of_plan(
+    plan: PlannedModel, model: nn.Module, config: Config, world: int, saved: Saved
+) -> Needs:
+    """The same where `plan_of` has been called."""
     micro, compute = config.train.micro_batch, 4 if config.shard.param_dtype == "float32" else 2
     units = plan.units
     trained = [sum(p.numel for b in u.layout.buckets for p in b.params if p.spec.requires_grad)
