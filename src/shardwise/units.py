@@ -6,15 +6,8 @@ import re
 from collections.abc import Iterable
 
 _SIZES = {
-    "": 1,
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-}
+    "": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9,
+}  # fmt: skip
 
 STRATEGY_ALIASES = {
     "ddp": "no_shard",
@@ -46,6 +39,11 @@ def parse_size(text: str) -> int | None:
     if match is None or match[2].lower() not in _SIZES:
         return None
     return int(float(match[1]) * _SIZES[match[2].lower()])
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 rank", "2,000 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def text_of_bytes(size_bytes: float) -> str:

@@ -14,7 +14,7 @@ def test_table(capsys) -> None:
     sizes = ["--model.dim", "512", "--model.layers", "2", "--train.micro_batch", "8"]
     assert main(["explain", *sizes, "--nproc", "4"]) == 0
     shown = capsys.readouterr().out
-    for text in ("blocks.0-1 x 2", "(root)", "4 rank(s)", "unit auto", "A rank keeps"):
+    for text in ("blocks.0-1 x 2", "(root)", "4 ranks", "unit auto", "A rank keeps"):
         assert text in shown
 
 

@@ -129,7 +129,7 @@ def test_torchrun_continues_what_the_launcher_began_and_another_model_is_refused
     command = [*torchrun, "-m", "shardwise.train", "job.toml"]
     code, out, err = finish(start("--train.steps=6", command=command))
     assert code == 0, err
-    assert "written by 1 ranks, now 2" in out
+    assert "written by 1 rank, now 2" in out
     assert [row["step"] for row in rows()] == [1, 2, 3, 4, 5, 6]
 
     before = {p: p.stat().st_mtime_ns for p in Path("run").rglob("*")}

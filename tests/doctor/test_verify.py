@@ -165,7 +165,7 @@ def test_a_sound_model_passes_to_the_last_bit(tmp_path: Path, capsys: Any) -> No
     assert ranks["detail"] == "to the last bit"
     assert ranks["step_s"] > 0 and ranks["peak_bytes"] > 2**20 and ranks["moved_bytes"] > 0
     assert 0 <= ranks["waiting"] <= 1
-    assert "4 resume: 2 -> 1 ranks, saved, killed, resumed" in rows
+    assert "4 resume: 2 -> 1 rank, saved, killed, resumed" in rows
 
 
 def test_a_branch_on_the_rank_fails_and_is_named(tmp_path: Path, capsys: Any) -> None:

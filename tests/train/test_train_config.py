@@ -89,6 +89,7 @@ def test_override(key, text, value):
         ("model.heads", "3", "do not cut model.dim = 128"),
         ("model.kv_heads", "3", "does not divide model.heads = 4"),
         ("data.held_out", "1", "is not between 0 and 1"),
+        ("log.profile_steps", "3,121", "121 is above train.steps = 120: it would never be traced"),
         ("data.token_dtype", "uint8", "has no effect: data.source names no .bin file"),
     ],
 )
@@ -249,7 +250,7 @@ def test_effective_config_reads_back_equal(tmp_path_factory, directory, lr, seed
         (MeshConfig(replicate=2), 6, (2, 3), None),
         (MeshConfig(replicate=2, shard=3), 6, (2, 3), None),
         (MeshConfig(replicate=4), 6, None, "4 replicas cannot share 6 ranks evenly"),
-        (MeshConfig(shard=4), 6, None, "1 replicas x 4 shards are 4 ranks, not the 6"),
+        (MeshConfig(shard=4), 6, None, "1 replica x 4 shards are 4 ranks, not the 6"),
     ],
 )
 def test_mesh(mesh, world, shape, problem):

@@ -60,6 +60,12 @@ def reshape(tensors: dict[str, torch.Tensor]) -> None:
     tensors["model.norm.weight"] = torch.ones(31)
 
 
+def quantize(tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e5m2)
+    tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+
+
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda p: (p / "config.json").unlink(), "has no config.json"),
     "adapters": (
@@ -112,6 +118,18 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole numbers": (
         change_weights(lambda t: t.update({NORM: t[NORM].to(torch.int8)})),
         "model.norm.weight is stored as int8, quantized: without its scales",
+    ),
+    "fp8": (
+        change_weights(lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
+        "model.norm.weight is stored as float8_e4m3fn, quantized: without its scales",
+    ),
+    "fp8 beside scales": (
+        change_weights(quantize),
+        "q_proj.weight is stored as float8_e5m2, quantized",
+    ),
+    "fp8 that is said": (
+        change_config(quantization_config={"quant_method": "fp8"}),
+        r"is quantized \(fp8\); write it as bfloat16 first",
     ),
     "unknown activation": (change_config(hidden_act="boom"), "cannot be built: it knows no 'boom'"),
     "other sizes": (change_config(vocab_size=97), r"of another shape: lm_head.weight \(96, 32\)"),

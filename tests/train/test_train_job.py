@@ -187,7 +187,7 @@ def test_a_finished_run_says_so_and_can_be_prolonged(rank, tmp_path):
             {"shard__unit": "Blockk"},
             "shard.unit: nothing in Decoder has the class or name 'Blockk'",
         ),
-        ({"mesh__shard": 3}, "--mesh.shard: 1 replicas x 3 shards are 3 ranks"),
+        ({"mesh__shard": 3}, "--mesh.shard: 1 replica x 3 shards are 3 ranks"),
     ],
 )
 @on_ranks(2)

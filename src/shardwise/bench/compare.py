@@ -21,6 +21,7 @@ from shardwise.bench.memory import MemoryCgroup, Pss, PssSampler
 from shardwise.bench.rank import Facts, Job
 from shardwise.bench.rows import Comparison, Row
 from shardwise.bench.workload import Precision, Workload
+from shardwise.units import counted
 
 NUM_MEMORY_STEPS = 2  # the optimizer makes its state in the first
 
@@ -103,7 +104,7 @@ class _Study:
         for number in range(self.plan.num_rounds):
             if number and longest_s > self.deadline.left_s:
                 left_out = self.plan.num_rounds - number
-                self.console.print(f"time limit: the last {left_out} round(s) are left out")
+                self.console.print(f"time limit: {counted(left_out, 'round')} at the end left out")
                 break
             started_s = time.monotonic()
             for row in self._turns():

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.units import counted
+
 _OURS, _OTHERS, _FLOOR = "#1f6f8b", "#b0b7bd", "#dfe3e6"
 Rows = dict[str, Mapping[str, Any]]  # engine -> its part of the result
 
@@ -103,7 +105,7 @@ def _title(comparison: Mapping[str, Any]) -> str:
     micro = comparison["num_micro_batches"]
     return (
         f"{comparison['workload']} ({(comparison['num_params'] or 0) / 1e6:.1f}M parameters), "
-        f"{comparison['precision']}, {comparison['num_ranks']} ranks, "
+        f"{comparison['precision']}, {counted(comparison['num_ranks'], 'rank')}, "
         f"{comparison[f'{items}_per_rank'] or 0:,} {items} per rank and step"
         + (f", {micro} micro-batches" if micro > 1 else "")
     )

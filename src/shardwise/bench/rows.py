@@ -15,6 +15,7 @@ from shardwise.bench.engines import EngineSpec
 from shardwise.bench.group import Steps
 from shardwise.bench.memory import Pss
 from shardwise.bench.rank import Facts
+from shardwise.units import counted
 
 # How far losses may lie apart, relative: fp32 engines differ in the order of sums only; under bf16
 # DDP computes by autocast, which keeps norms and the weights' gradients in fp32, and DeepSpeed
@@ -144,8 +145,8 @@ class Comparison:
         micro = f", {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
         return (
             f"{self.workload} ({facts.num_params / 1e6:.1f}M parameters), {self.precision}, "
-            f"{self.num_ranks} ranks, {facts.items_per_step:,} {self.items} per rank and step"
-            f"{micro}"
+            f"{counted(self.num_ranks, 'rank')}, {facts.items_per_step:,} {self.items} per rank "
+            f"and step{micro}"
         )
 
     def as_json(self) -> dict[str, Any]:

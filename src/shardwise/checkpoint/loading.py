@@ -34,6 +34,10 @@ from shardwise.engine.tensor.shard_tensor import ShardTensor
 from shardwise.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
+_UNTIE = (
+    ". Untie them in the model (tie_word_embeddings: false in the config.json of transformers), or "
+    "leave one of the two in the files"
+)
 
 
 @dataclass(slots=True)
@@ -57,7 +61,8 @@ class Differences:
             ("of another dtype", self.recast),
             ("one tensor in the model, two in the checkpoint", self.retied),
         ]
-        return "; ".join(f"{what}: {some(sorted(names))}" for what, names in parts if names)
+        text = "; ".join(f"{what}: {some(sorted(names))}" for what, names in parts if names)
+        return f"{text}{_UNTIE}" if self.retied else text
 
 
 def some(names: list[str], limit: int = 6) -> str:

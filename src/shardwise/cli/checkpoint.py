@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.options import CommandParser, unknown_command
-from shardwise.units import full_name, parse_size
+from shardwise.units import counted, full_name, parse_size
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.source import Source
@@ -131,7 +131,7 @@ def _ls(options: argparse.Namespace) -> int:
             _say(f"{name:{width}}  {dtype:9} {'x'.join(map(str, shape)) or '-':>16}  {size:>15,}")
         for alias, name in sorted(source.ties.items()):
             _say(f"{alias} = {name}")
-        _say(f"{source.path}: {len(rows)} tensors, {total:,} bytes")
+        _say(f"{source.path}: {counted(len(rows), 'tensor')}, {total:,} bytes")
     finally:
         source.close()
     return 0
@@ -143,7 +143,7 @@ def _ls_directory(options: argparse.Namespace, listing: Any) -> int:
         _print_json({"complete": rows, "incomplete": [text for _, text in listing.skipped]})
         return 0
     for row in rows:
-        ranks = f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}"
+        ranks = counted(row["ranks"], "rank")
         facts = [row["path"], f"step {row['step']}", ranks, f"{row['size_bytes']:,} bytes"]
         facts += [row["time"]] + ([] if row["loss"] is None else [f"loss {row['loss']:.4g}"])
         facts += [f"{row['model']} of {row['num_params']:,} parameters"] if row["model"] else []
@@ -265,7 +265,8 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _tell_written(options: argparse.Namespace, path: Path, count: int) -> int:
     said = {"source": str(path), "target": str(options.target), "tensors": count}
-    _print_json(said) if options.json else _say(f"{options.target}: {count} tensors from {path}")
+    text = f"{options.target}: {counted(count, 'tensor')} from {path}"
+    _print_json(said) if options.json else _say(text)
     return 0
 
 

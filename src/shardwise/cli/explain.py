@@ -16,7 +16,7 @@ from shardwise.train.command import parse
 from shardwise.train.config import gather_limit, resolved_strategy
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
-from shardwise.units import text_of_bytes
+from shardwise.units import counted, text_of_bytes
 
 if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel, PlannedUnit
@@ -83,10 +83,11 @@ def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:
     source = "auto: by mesh.replicate" if shard.strategy == "auto" else "as asked for"
     limit = gather_limit(loaded.config)
     ahead = f"up to {text_of_bytes(limit)}" if limit else "one unit ahead"
+    sizes = f"{counted(plan.replicas, 'replica')} x {counted(plan.world, 'shard')}"
     return [
         unit,
         transport,
-        f"strategy {strategy}: {source}; {plan.replicas} replica(s) x {plan.world} shard(s)",
+        f"strategy {strategy}: {source}; {sizes}",
         f"gathered ahead of use: {ahead} on accelerators, nothing on CPU",
     ]
 
@@ -140,7 +141,8 @@ def _print(plan: PlannedModel, why: list[str], num_ranks: int) -> None:
         columns.append(Column(name, cells))
     console = console_of(sys.stdout)
     each = ", numbers of each" if len(rows) < len(plan.units) else ""
-    print_columns(console, f"{len(plan.units)} units on {num_ranks} rank(s){each}", columns)
+    title = f"{counted(len(plan.units), 'unit')} on {counted(num_ranks, 'rank')}{each}"
+    print_columns(console, title, columns)
     refreshed = plan.refreshed_bytes
     once = f" and {text_of_bytes(refreshed)} per optimizer step" if refreshed else ""
     console.print(

@@ -25,7 +25,7 @@ from shardwise.train.command import parse
 from shardwise.train.config import Config
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
-from shardwise.units import full_name, text_of_bytes
+from shardwise.units import counted, full_name, text_of_bytes
 
 if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel
@@ -185,7 +185,7 @@ def _of_count(
         )  # fmt: skip
         rows.append(_row(plan, strategy, "none", ranks, room, None, None))
     each = text_of_bytes(num_params / num_units * dtypes[1].itemsize)
-    return rows, [f"{num_units} equal units of {each}; activations come on top"], ""
+    return rows, [f"{counted(num_units, 'equal unit')} of {each}; activations come on top"], ""
 
 
 def _choices(ranks: int) -> Iterator[tuple[str, int]]:
@@ -315,7 +315,7 @@ def _print(rows: Sequence[Row], room: int, notes: Sequence[str], advice: str) ->
         Column("fits", ["yes" if row.fits else "no" for row in rows], is_number=False),
     ]
     console = console_of(sys.stdout)
-    title = f"{rows[0].ranks} device(s) of {text_of_bytes(room)}, bytes of each"
+    title = f"{counted(rows[0].ranks, 'device')} of {text_of_bytes(room)}, bytes of each"
     print_columns(console, title, columns)
     console.print(advice, markup=False)
     for note in notes:

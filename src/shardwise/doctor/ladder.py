@@ -19,6 +19,7 @@ from shardwise.bench.memory import PssSampler
 from shardwise.doctor.group import Group, RanksFailed
 from shardwise.doctor.plan import Plan, Row, Variant
 from shardwise.errors import ConfigError
+from shardwise.units import counted
 
 _EXACT = "to the last bit"
 _CLOSE = "gradients and losses within 1e-3"
@@ -75,7 +76,7 @@ class _Ladder:
             return Row("4 resume", "", "SKIP", "needs more than one rank (--ranks 1,2)")
         before = Variant(several[0])
         after = Variant(next((n for n in reversed(self.plan.ranks) if n != several[0]), 1))
-        ranks = f"{before.num_ranks} -> {after.num_ranks} ranks"
+        ranks = f"{before.num_ranks} -> {counted(after.num_ranks, 'rank')}"
         row = Row("4 resume", f"{ranks}, saved, killed, resumed", detail=self._tolerance)
         self._tell(f"{row.rung}: {row.what}")
         half, last = self.plan.num_steps // 2, self.plan.num_steps

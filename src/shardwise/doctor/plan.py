@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardwise.train.config import Config, DecoderConfig, StrategyName, is_factory
 from shardwise.train.config_file import LoadedConfig
+from shardwise.units import counted
 
 STRATEGIES: tuple[StrategyName, ...] = (
     "full_shard",
@@ -35,7 +36,7 @@ class Variant:
     transport: str = "auto"
 
     def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        ranks = counted(self.num_ranks, "rank")
         return f"{ranks}, {self.strategy}, {self.transport}"
 
 

@@ -20,6 +20,7 @@ from shardwise.importing.account import Account, Outcome, Row, Setting, one_line
 from shardwise.train.config import SECTIONS
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config, toml_value
+from shardwise.units import counted
 
 _STYLES = {
     Outcome.TRANSLATED: "green", Outcome.SAME: "green", Outcome.NOT_NEEDED: "dim",
@@ -62,7 +63,7 @@ def settle(account: Account, kind: str, file: str) -> Imported:
     if account.ranks:
         loaded = _load(settings).on(account.ranks)
         for key, text in world_problems(loaded.config, account.ranks):
-            warnings.append(f"on {account.ranks} ranks: {key}: {text}")
+            warnings.append(f"on {counted(account.ranks, 'rank')}: {key}: {text}")
     return Imported(kind, file, account.ranks, rows, settings, warnings)
 
 
@@ -100,7 +101,7 @@ def _place(key: str) -> tuple[int, int]:
 
 def as_toml(found: Imported) -> str:
     """Ours, with a comment a line that says where it came from."""
-    ranks = f", {found.ranks} ranks" if found.ranks else ""
+    ranks = f", {counted(found.ranks, 'rank')}" if found.ranks else ""
     lines = [
         f"# From {one_line(found.file)} ({found.kind}{ranks}) by shardwise import-config.",
         "# Your model and data go into [model] and [data].",

@@ -31,6 +31,7 @@ from shardwise.train.config import (
 from shardwise.train.optimizer_keys import num_states, takes
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 from shardwise.train.trackers import tracker_problem
+from shardwise.units import counted
 
 
 def ineffective(config: Config) -> dict[str, tuple[str, str]]:
@@ -203,6 +204,9 @@ def _log_problems(config: Config) -> list[tuple[str, str]]:
         found.append(("log.samples", text))
     if any(step < 1 for step in config.log.profile_steps):
         found.append(("log.profile_steps", f"{list(config.log.profile_steps)} has a step below 1"))
+    elif (last := max(config.log.profile_steps, default=0)) > config.train.steps:
+        text = f"{last} is above train.steps = {config.train.steps}: it would never be traced"
+        found.append(("log.profile_steps", text))
     return found
 
 
@@ -260,22 +264,22 @@ def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
     replicate, shard = mesh_shape(config, world_size)
     if replicate * shard != world_size:
         if config.mesh.shard == -1:
-            text = f"{replicate} replicas cannot share {world_size} ranks evenly"
+            text = f"{replicate} replicas cannot share {counted(world_size, 'rank')} evenly"
             found.append(("mesh.replicate", text))
         else:
-            text = f"{replicate} replicas x {shard} shards are {replicate * shard} ranks, not the "
-            found.append(
-                ("mesh.shard", f"{text}{world_size} of this job; use -1 for all that are left")
-            )
+            text = f"{counted(replicate, 'replica')} x {counted(shard, 'shard')} are "
+            text += f"{counted(replicate * shard, 'rank')}, not the {world_size} of this job; "
+            found.append(("mesh.shard", f"{text}use -1 for all that are left"))
     if config.run.reproducible == "any_world":
         return found  # micro-batches need not fit the ranks
     batch, micro = config.train.global_batch, config.train.micro_batch
     if batch % (world_size * micro):
         nearest = nearest_multiple(batch, world_size * micro)
-        text = f"{batch} is not a multiple of {world_size} ranks; use {nearest}"
+        ranks = counted(world_size, "rank")
+        text = f"{batch} is not a multiple of {ranks}; use {nearest}"
         if micro > 1:
             text = (
-                f"{batch} is not a multiple of {world_size} ranks x micro_batch {micro} = "
+                f"{batch} is not a multiple of {ranks} x micro_batch {micro} = "
                 f"{world_size * micro}; use {nearest}, or another train.micro_batch"
             )
         found.append(("train.global_batch", text))

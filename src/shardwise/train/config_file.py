@@ -31,7 +31,7 @@ from shardwise.train.config import (
 )
 from shardwise.train.config_checks import fitted_batches, ineffective, problems
 from shardwise.train.optimizer_keys import OPTIMIZERS, kind_problem, own_value
-from shardwise.units import full_name, short_names
+from shardwise.units import counted, full_name, short_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class LoadedConfig:
         if train.global_batch != before.global_batch:
             text = (
                 f"train.global_batch: {train.global_batch} instead of {before.global_batch}, which "
-                f"{num_ranks} ranks cannot share evenly; set it to choose"
+                f"{counted(num_ranks, 'rank')} cannot share evenly; set it to choose"
             )
             notes = (*notes, text)
         return replace(self, config=replace(config, train=train), notes=notes)

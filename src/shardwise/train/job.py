@@ -42,6 +42,7 @@ from shardwise.train.speed import device_peak, flops_per_token
 from shardwise.train.stop import StopRequest
 from shardwise.train.text.check import check_packing, check_sizes
 from shardwise.train.trackers import Run, Trackers
+from shardwise.units import counted
 
 
 def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRequest) -> None:
@@ -148,8 +149,8 @@ def build_job(
         if not restored.rng_restored and config.run.reproducible != "any_world":
             seed_rng(config.run.seed, step, ranks.rank)
             notes.append(
-                f"written by {start.world_size} ranks, now {ranks.world_size}: random streams "
-                "(dropout) start anew, everything else continues"
+                f"written by {counted(start.world_size, 'rank')}, now {ranks.world_size}: random "
+                "streams (dropout) start anew, everything else continues"
             )
     notes += check_packing(config, data, model, ranks, device)
     tokenizer = ranks.on_each(lambda: _tokenizer_of_samples(config))
@@ -235,11 +236,14 @@ def _describe(job: Job) -> str:
     sequences = (
         "samples" if data.unit == "sample" else f"sequences of {data.units_per_sample} {data.unit}s"
     )
-    threads = f", {torch.get_num_threads()} thread(s) each" if job.device.type == "cpu" else ""
+    threads = (
+        f", {counted(torch.get_num_threads(), 'thread')} each" if job.device.type == "cpu" else ""
+    )
     promise = f", reproducible ({level})" if (level := config.run.reproducible) != "off" else ""
     return (
-        f"shardwise {shardwise.__version__}: {job.ranks.world_size} rank(s) on {job.device.type}"
-        f"{threads}, {resolved_strategy(config)}, {config.shard.param_dtype}{promise}\n"
+        f"shardwise {shardwise.__version__}: {counted(job.ranks.world_size, 'rank')} on "
+        f"{job.device.type}{threads}, {resolved_strategy(config)}, {config.shard.param_dtype}"
+        f"{promise}\n"
         f"model {config.model.kind}: {parameters:,} parameters; "
         f"data: {len(data.train):,} {sequences}, {held_out:,} held out"
     )

@@ -35,6 +35,7 @@ from shardwise.train.meeting import listen, open_store, stay_on_loopback
 from shardwise.train.restarts import EXIT_USER, Failure, Restarts
 from shardwise.train.run_dir import RunDir, finished
 from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
+from shardwise.units import counted
 
 _DEFAULT_CPU_RANKS = 2
 ENDING_S = 5.0  # for ranks that run on when another one has failed; then they are killed
@@ -100,10 +101,9 @@ def _run_until_done(
             _say(f"{failure}; the other ranks were ended. {_what_next(loaded.config, failure)}")
             return 1
         before, nproc = nproc, restarts.next_ranks(loaded, nproc, failure.num_lost)
-        ranks = f"{nproc} rank{'s' if nproc > 1 else ''}"
         start = _start(loaded.config) or "the beginning"
         _say(
-            f"{failure}; restart {number} of {restarts.most} on {ranks}"
+            f"{failure}; restart {number} of {restarts.most} on {counted(nproc, 'rank')}"
             f"{f' instead of {before}' if nproc != before else ''}, from {start}"
         )
     raise AssertionError("the last round returns")
@@ -209,7 +209,7 @@ def _resolve_ranks(loaded: LoadedConfig, nproc: int | None) -> int:
         )
     if num_gpus and nproc is not None and nproc > num_gpus:
         raise ConfigError(
-            f"--nproc: {nproc} ranks, but {num_gpus} GPUs; use fewer, or run.device cpu"
+            f"--nproc: {nproc} ranks, but {counted(num_gpus, 'GPU')}; use fewer, or run.device cpu"
         )
     return nproc or num_gpus or _DEFAULT_CPU_RANKS
 

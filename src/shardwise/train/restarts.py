@@ -24,6 +24,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import Config
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig
+from shardwise.units import counted
 
 EXIT_ERROR, EXIT_USER, EXIT_OTHER_RANK, EXIT_FINAL = 1, 2, 3, 4
 EXIT_REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: not now, try again
@@ -46,7 +47,8 @@ class Restarts:
             raise ConfigError("--min-ranks: has no effect without --max-restarts; add it")
         if self.min_ranks > num_ranks:
             raise ConfigError(
-                f"--min-ranks: {self.min_ranks} is above the {num_ranks} ranks of this job"
+                f"--min-ranks: {self.min_ranks} is above the {counted(num_ranks, 'rank')} of this "
+                "job"
             )
         if self.min_ranks < num_ranks and config.run.reproducible == "same_world":
             raise ConfigError(

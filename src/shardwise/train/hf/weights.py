@@ -83,13 +83,13 @@ def under_names_of_model(source: Source, described: Description, model: Any) -> 
     """The same under the names of `model`, on meta; ConfigError where it does not fit it."""
     try:
         weights = Weights(under_names_of(source, model))
+        _check_kinds(weights, described, model)  # before names: of scales nothing else knows
         surplus = differences(weights, model).unexpected
         weights.leave_out(surplus, model._keys_to_ignore_on_load_unexpected or ())
         found = differences(weights, model)
     except CheckpointError as error:
         raise ConfigError(f"model.path: {error}") from None
     if not found:
-        _check_kinds(weights, described, model)
         return weights
     weights.close()
     raise ConfigError(
@@ -98,17 +98,21 @@ def under_names_of_model(source: Source, described: Description, model: Any) -> 
 
 
 def _check_kinds(weights: Weights, described: Description, model: nn.Module) -> None:
-    """Whole numbers in place of weights are quantized ones, and mean nothing without their scales
-    (which who has written them did not leave here)."""
+    """Whole numbers, or floating ones of 8 bits and fewer, in place of weights are quantized ones:
+    they mean nothing without scales, which no model of transformers reads by itself."""
     for name, parameter in model.named_parameters():
         info = weights.tensors.get(MODEL + name)
-        if info and parameter.dtype.is_floating_point and not info.dtype.is_floating_point:
+        if info and parameter.dtype.is_floating_point and _is_quantized(info.dtype):
             weights.close()
             kind = str(info.dtype).removeprefix("torch.")
             raise ConfigError(
                 f"model.path: {described.path}: {name} is stored as {kind}, quantized: without its "
                 "scales it is no weight; write it as bfloat16 first"
             )
+
+
+def _is_quantized(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point or dtype.itemsize < 2  # float8 and float4
 
 
 def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from shardwise.train.limits import explain
 from shardwise.train.order import Int64Array
 from shardwise.train.restarts import Restarts
 from shardwise.train.text.keys import has_texts
+from shardwise.units import counted
 
 _HELP = """usage: shardwise data CONFIG.toml [--section.key VALUE ...]
 
@@ -68,7 +69,7 @@ def show(config: Config, console: Console) -> None:
 
     store = open_store(config)
     figures, counts = figures_of(store, config), store.info["counts"]
-    console.print(f"{store.info['files']}: {counts['read']:,} records", markup=False)
+    console.print(f"{store.info['files']}: {counted(counts['read'], 'record')}", markup=False)
     for text in left_out(counts, config):
         console.print(f"  {text}", markup=False)
     names = ("documents", "sequences", "tokens", "trained tokens")
@@ -111,15 +112,15 @@ def _show_samples(samples: Any, tokenizer: Any, config: Config, console: Console
     for at, index in enumerate(order.tolist(), start=1):
         documents = samples.documents(index)
         size = sum(len(tokens) for tokens, _ in documents)
-        title = f"sample {at} of the run: {len(documents)} documents, {size} tokens"
-        console.print(f"\n{title}", style="bold", markup=False)
+        of = f"{counted(len(documents), 'document')}, {counted(size, 'token')}"
+        console.print(f"\nsample {at} of the run: {of}", style="bold", markup=False)
         left = _SHOWN_TOKENS
         for tokens, labels in documents:
             if left > 0:
                 console.print(_coloured(tokens[:left], labels[:left], tokenizer, is_plain))
             left -= len(tokens)
         if left < 0:
-            console.print(f"... and {-left:,} tokens more", style="dim")
+            console.print(f"... and {counted(-left, 'token')} more", style="dim")
 
 
 def _coloured(tokens: Int64Array, labels: Int64Array, tokenizer: Any, is_plain: bool) -> Text:

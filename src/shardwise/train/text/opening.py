@@ -14,6 +14,7 @@ from shardwise.train.order import Int64Array, SampleOrder
 from shardwise.train.text.keys import overlong_of
 from shardwise.train.text.samples import TextSamples, width_of
 from shardwise.train.text.store import PARTS, Store, open_store
+from shardwise.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,13 @@ def sentence_of(store: Store, figures: Figures, config: Config) -> str:
     """One line about all of it, with what was left out."""
     counts, info = store.info["counts"], store.info
     text = (
-        f"data: {sum(figures.documents):,} documents of {info['files']} "
-        f"({figures.documents[1]:,} held out), {sum(figures.tokens):,} tokens, "
+        f"data: {counted(sum(figures.documents), 'document')} of {info['files']} "
+        f"({figures.documents[1]:,} held out), {counted(sum(figures.tokens), 'token')}, "
         f"{figures.trained_share:.0%} trained"
     )
     if config.data.packing:
         text += (
-            f"; packed into {sum(figures.rows):,} rows of {config.data.seq_len}, "
+            f"; packed into {counted(sum(figures.rows), 'row')} of {config.data.seq_len}, "
             f"{figures.padding:.1%} padding"
         )
     return "; ".join([text, *left_out(counts, config)])
