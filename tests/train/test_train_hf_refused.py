@@ -13,15 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-from hf_kit import JOB, config_of, make_directory, make_tokens
+from hf_kit import JOB, config_of, make_directory, make_tokens, run_hf_job
 from safetensors.torch import load_file, save_file
 
+from ranks import on_ranks
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import ConfigError
 from shardwise.train.config_file import load_config
 from shardwise.train.data import open_data
-from shardwise.train.model import build_model
+from shardwise.train.hf.trial import check_forward
+from shardwise.train.model import build_model, fill
 
 SHARDED = {"max_shard_size": "20KB"}
 
@@ -131,6 +135,14 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_config(quantization_config={"quant_method": "fp8"}),
         r"is quantized \(fp8\); write it as bfloat16 first",
     ),
+    "dropout above 1": (change_config(attention_dropout=2.0), "attention_dropout is 2.0, which is"),
+    "dropout below 0": (change_config(attention_dropout=-0.5), "write one from 0 to 1"),
+    "dropout nan": (change_config(attention_dropout=float("nan")), "attention_dropout is nan"),
+    "dropout inside": (change_config(text_config={"hidden_pdrop": 3}), "hidden_pdrop is 3, which"),
+    "layers": (
+        change_config(num_hidden_layers=10**9),
+        "num_hidden_layers is 1,000,000,000; at most 4,096 are built: is it a slip",
+    ),
     "unknown activation": (change_config(hidden_act="boom"), "cannot be built: it knows no 'boom'"),
     "other sizes": (change_config(vocab_size=97), r"of another shape: lm_head.weight \(96, 32\)"),
     "attention": (change_config(), "model.attention: flash_attention_2: it does not run on cpu"),
@@ -234,6 +246,40 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         load_config(None, [("model.kind", "hf")])
     with pytest.raises(ConfigError, match=r"model\.dim: belongs to model.kind = 'decoder'"):
         load_config(None, [("model.kind", "hf"), ("model.path", "x"), ("model.dim", "3")])
+
+
+@on_ranks(2)
+def test_what_only_a_forward_refuses(rank: int, tmp_path: Path) -> None:
+    """Values that nobody looks at before: found by a forward, before anything is written."""
+    path = make_directory("mixtral", tmp_path / "model")
+    if rank == 0:
+        change_config(num_experts_per_tok=9)(path)
+    dist.barrier()
+    with pytest.raises(ConfigError) as caught:
+        run_hf_job(tmp_path / "run", path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "the model's own forward fails on the first sample: RuntimeError" in text
+    assert re.search(
+        r"\(modeling_mixtral\.py, line \d+\); look at the values of .*config\.json", text
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_forward_leaves_no_trace(tmp_path: Path) -> None:
+    """Dropout draws in it; the run draws what it would have drawn."""
+    path = make_directory("llama", tmp_path / "model")
+    change_config(attention_dropout=0.5)(path)
+    values = {**JOB, "model.path": path, "data.source": make_tokens(tmp_path), "run.device": "cpu"}
+    config = load_config(None, [(k, str(v).lower()) for k, v in values.items()]).config
+    model = build_model(config, None).eval()
+    fill(model, config, torch.device("cpu"))
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    check_forward(open_data(config, None), model, Ranks(), torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.long

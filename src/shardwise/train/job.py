@@ -152,6 +152,10 @@ def build_job(
                 f"written by {counted(start.world_size, 'rank')}, now {ranks.world_size}: random "
                 "streams (dropout) start anew, everything else continues"
             )
+    if isinstance(config.model, HFModelConfig):
+        from shardwise.train.hf.trial import check_forward
+
+        check_forward(data, model, ranks, device)
     notes += check_packing(config, data, model, ranks, device)
     tokenizer = ranks.on_each(lambda: _tokenizer_of_samples(config))
     best = ranks.on_rank0(lambda: _best_so_far(run_dir, step))

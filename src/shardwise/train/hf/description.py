@@ -10,6 +10,8 @@ cannot be trained is found here, and is one line.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,10 @@ from shardwise.train.text.keys import download_hint
 _KEY = "model.path"
 _MAX_CONFIG_BYTES = 16 * 2**20
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+# Of layers and experts: no model has a quarter, and each layer takes 1.5 ms to build.
+_MOST = 4096
+_COUNTS = re.compile(r"(num|n)_\w*(layer|expert|block)s?|(encoder|decoder)_layers|n?_?layers?")
+_SHARES = re.compile(r"\w*(dropout|pdrop|layerdrop|drop_rate)\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +112,36 @@ def _as_config(file: Path, said: dict[str, Any]) -> Any:
             f"is quantized ({method}); write it as bfloat16 first: "
             "from_pretrained(...).dequantize(), then save_pretrained",
         )
+    _check_counts(file, said)
     try:
         with quietly():
             return known.CONFIG_MAPPING[kind].from_dict(dict(said))
     except Exception as error:  # noqa: BLE001 - the library checks values in many ways
-        raise _error(file, f"transformers does not take it: {_one_line(error)}") from None
+        raise _error(file, f"transformers does not take it: {one_line(error)}") from None
+
+
+def _check_counts(file: Path, said: dict[str, Any]) -> None:
+    """A slip in these would build for hours, in some classes before there is a model."""
+    for key, value in _numbers(said, _COUNTS):
+        if value > _MOST:
+            raise _error(file, f"{key} is {value:,}; at most {_MOST:,} are built: is it a slip?")
+
+
+def check_shares(described: Description) -> None:
+    """Of what training drops: torch looks at them in the first step."""
+    file = described.path / "config.json" if described.has_weights else described.path
+    for key, value in _numbers(json.loads(described.text), _SHARES):
+        if not 0 <= value <= 1:
+            raise _error(file, f"{key} is {value}, which is no share: write one from 0 to 1")
+
+
+def _numbers(said: dict[str, Any], keys: re.Pattern[str]) -> Iterator[tuple[str, int | float]]:
+    """Of keys of that kind, in the configurations inside too."""
+    for key, value in said.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, keys)
+        elif type(value) in (int, float) and keys.fullmatch(key):
+            yield key, value
 
 
 def _class_of(file: Path, said: dict[str, Any], config: Any) -> Any:
@@ -135,6 +166,7 @@ def _names(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Its text, cut where it is long; its name where it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:300] or type(error).__name__

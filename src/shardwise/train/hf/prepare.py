@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.config import Config, HFModelConfig
 from shardwise.train.hf.attention import choose_attention
 from shardwise.train.hf.build import build_on_meta
-from shardwise.train.hf.description import Description, describe
+from shardwise.train.hf.description import Description, check_shares, describe
 from shardwise.train.hf.lora import add_adapters, fill_adapters, with_base
 from shardwise.train.hf.weights import (
     Weights,
@@ -55,6 +55,7 @@ def prepare(config: Config) -> Any:
     section = config.model
     assert isinstance(section, HFModelConfig)
     described = describe(section)
+    check_shares(described)
     attention, passed_over = choose_attention(
         described.model_class, section.attention, _device_type(config), config.shard.param_dtype
     )
