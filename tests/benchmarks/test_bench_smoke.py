@@ -111,3 +111,16 @@ def test_finetune_job_on_other_ranks_and_killed() -> None:
     assert 0 < resumed["starts"][0]["done"] < 60 == len(resumed["rows"])
     assert resumed["same_bits"] and resumed["each_row_once_per_epoch"]
     assert resumed["epochs"] > 2
+
+
+@pytest.mark.slow
+def test_allocator_benchmark_has_both_engines_and_says_what_it_is() -> None:
+    options = ("--models", "12 blocks", "--precision", "fp32", "--steps", "4")
+    result = run_benchmark("allocator.py", *options)
+    assert result["validated_on_a_device"] is False
+    (row,) = result["rows"]
+    for engine in ("shardwise", "fsdp2"):
+        for found in (row[engine]["at_sync"], row[engine]["at_once"]):
+            assert found["reserved_bytes"] >= found["allocated_peak_bytes"] > 20 * 2**20
+            assert found["growth_bytes"] == 0
+    assert row["shardwise"]["padding_share"] < 0.01
