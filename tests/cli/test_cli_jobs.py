@@ -223,3 +223,28 @@ def test_a_port_in_use_under_torchrun_is_one_line(folder, monkeypatch):
     assert "MASTER_PORT" in line
     assert "in use" in line
     assert not os.path.exists("run")
+
+
+def test_of_two_jobs_in_one_directory_the_second_is_one_line(folder):
+    """Started at once, where the directory is not there yet. A kill -9 leaves no lock."""
+    long = ("--train.steps=100000", "--checkpoint.every=5", "--nproc=1")
+    jobs = [start(*long), start(*long)]
+    deadline = time.monotonic() + WAIT_S
+    while not (ended := [job for job in jobs if job.poll() is not None]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (second,) = ended
+    (first,) = (job for job in jobs if job is not second)
+    code, out, err = finish(second)
+    assert (code, out.count("\n")) == (2, 0), out
+    assert err.count("\n") == 1, err
+    assert "run.dir: run is in use by another job (process " in err
+    wait_for_step(first, 7)
+    assert first.poll() is None
+    assert [row["step"] for row in rows()[:7]] == list(range(1, 8))
+    first.kill()
+    first.communicate()
+    last = max(int(p.name[5:]) for p in Path("run/checkpoints").glob("step_*"))
+    code, out, err = finish(start(f"--train.steps={last + 3}", "--nproc=1"))
+    assert code == 0, err
+    assert f"continuing from run/checkpoints/step_{last:08d}" in out

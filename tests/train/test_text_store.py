@@ -236,7 +236,7 @@ def test_fewer_rows_than_a_batch_is_one_line(tmp_path):
         open_data(load(tmp_path, path, train__global_batch=64).config, None)
 
 
-def test_shardwise_data_shows_it(tmp_path, capsys):
+def test_shardwise_data_shows_it(tmp_path, capsys, monkeypatch):
     from shardwise.cli.main import main
 
     path = write_lines(tmp_path / "a.jsonl", chats(50))
@@ -257,5 +257,11 @@ def test_shardwise_data_shows_it(tmp_path, capsys):
     assert "<a>«it is " in said
     assert "<e>»" in said
     assert not (tmp_path / "run").exists()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder for a cache
+    assert main(["data", str(file), f"--run.dir={tmp_path / 'run'}"]) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "file/shardwise/data cannot be used (Not a directory)" in said
+    assert f"the cache is {tmp_path / 'run/cache'}" in said
     assert main(["data", str(file), "--nproc", "2"]) == 2
     assert main(["data"]) == 0

@@ -2,10 +2,12 @@
 wrong."""
 
 import contextlib
+import errno
 import fcntl
 import io
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from jobs import checkpoint_names, read_rows, results, run_job
 from ranks import on_ranks, run_ranks
 from shardwise.checkpoint import files
 from shardwise.errors import CheckpointError, ConfigError, TrainingError
+from shardwise.train.config_file import load_config
 from shardwise.train.limits import explain
 from shardwise.train.run_dir import RunDir
 
@@ -292,6 +295,44 @@ def test_a_directory_in_use_is_refused(rank, tmp_path, monkeypatch):
     os.close(descriptor)
     dist.barrier()
     run_job(run)
+
+
+def test_where_directories_cannot_be_locked_a_file_is(tmp_path, monkeypatch):
+    original = fcntl.flock
+
+    def flock(descriptor, how):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "no lock of a directory")
+        original(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    config = load_config(None, [("run.dir", str(tmp_path))]).config
+    first, second = RunDir(config), RunDir(config)
+    first.lock()
+    with refused() as caught:
+        second.lock(patience_s=0.0)
+    assert f"in use by another job (process {os.getpid()})" in str(caught.value)
+    first.unlock()
+    second.unlock()
+    second.lock(patience_s=0.0)
+    second.unlock()
+
+
+def test_a_job_that_came_and_went_while_this_one_started(tmp_path):
+    """What was looked for before the directory was there may be in it now."""
+    config = load_config(None, [("run.dir", str(tmp_path / "run"))]).config
+    late, early = RunDir(config), RunDir(config)
+    late.lock()
+    early.create()
+    early.config_file.write_text("")
+    early.unlock()
+    with refused() as caught:
+        late.create()
+    assert "another job has begun in" in str(caught.value)
+    late.unlock()
+    late.lock()
+    late.create()  # it knew of it
+    late.unlock()
 
 
 MODELS = """

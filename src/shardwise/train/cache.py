@@ -31,17 +31,21 @@ _KEPT_S, _ABANDONED_S, _KEPT_BYTES = 30 * 86400, 86400, 10 * 2**30
 
 
 def cache_root(fallback: Path) -> Path:
-    """The user's cache folder; `fallback` where there is none to write to (containers, read-only
-    homes)."""
+    """The user's cache folder; `fallback`, told, where there is none to write to (containers,
+    read-only homes)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     root = Path(base) / "shardwise" / "data"
+    why = "no permission to write"
     try:
         root.mkdir(parents=True, exist_ok=True)
         if os.access(root, os.W_OK):
             return root
-    except OSError:
-        pass
+    except OSError as error:
+        why = error.strerror
     fallback.mkdir(parents=True, exist_ok=True)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        text = f"data: the cache folder {root} cannot be used ({why}); the cache is {fallback}"
+        print(f"{text}. XDG_CACHE_HOME names another place", flush=True)
     return fallback
 
 

@@ -7,11 +7,13 @@ best/           the one of the lowest val_loss (`checkpoint.best`)
 loss.png, tensorboard/, profile/    what people look at (`trackers/`, `profiling`)
 cache/          text as tokens, only where the user's cache folder cannot be written
 model/          the trained model as transformers loads it (model.kind hf)
+lock            only where the file system cannot lock directories
 memory_id       which copies in memory are this run's (`memory`)
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -54,25 +56,31 @@ class RunDir:
         """Keeps other jobs out until `unlock` or the end of this process.
 
         A job that was just killed gets `patience_s` to end.
-        The directory itself is locked, so that a refused job leaves no file behind. File systems
-        that cannot lock directories (some NFS) go unlocked.
+        The directory itself is locked, so that a refused job leaves no file behind; a file in it
+        where the file system cannot lock directories (NFS). Locks end with the process.
         """
         if not self.path.is_dir() or self._descriptor is not None:
             return
-        self._descriptor = os.open(self.path, os.O_RDONLY)
         deadline = time.monotonic() + patience_s
+        try:
+            self._take(os.open(self.path, os.O_RDONLY), deadline)
+        except OSError:
+            self.unlock()
+            with contextlib.suppress(OSError):  # none at all there: then it goes unlocked
+                self._take(os.open(self.path / "lock", os.O_RDWR | os.O_CREAT), deadline)
+
+    def _take(self, descriptor: int, deadline: float) -> None:
+        self._descriptor = descriptor
         while True:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
+                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"run.dir: {self.path} is in use by another job; stop that, or use another"
+                        f"run.dir: {self.path} is in use by another job{_holder(descriptor)}; stop "
+                        "that, or use another"
                     ) from None
                 time.sleep(0.1)
-            except OSError:
-                return
 
     def unlock(self) -> None:
         if self._descriptor is not None:
@@ -80,11 +88,18 @@ class RunDir:
             self._descriptor = None
 
     def create(self) -> None:
+        """Makes it, and locks it where it was not there before."""
+        was_locked = self._descriptor is not None
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run.dir: {self.path} cannot be made: {error.strerror}") from None
         self.lock()
+        if not was_locked and self.config_file.exists():
+            raise ConfigError(
+                f"run.dir: another job has begun in {self.path} since this one started; start "
+                "again to go on from it, or use another"
+            )
 
     def changed_keys(self, config: Config) -> list[str]:
         """Keys that differ from the run's own config.toml; those of a file that cannot be read
@@ -100,6 +115,17 @@ class RunDir:
             for key in sorted(now[section].keys() | before[section].keys())
             if now[section].get(key) != before[section].get(key)
         ]
+
+
+def _holder(descriptor: int) -> str:
+    """Which process of this host has the lock, where the kernel tells."""
+    inode = f":{os.fstat(descriptor).st_ino}"
+    with contextlib.suppress(OSError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()  # 1: FLOCK ADVISORY WRITE 1234 08:02:5678 0 EOF
+            if words[1] == "FLOCK" and words[5].endswith(inode):
+                return f" (process {words[4]})"
+    return ""
 
 
 def check_named(config: Config) -> None:
