@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from text_kit import MARKED, chat, chats, load, make_tokenizer, write_lines
 
+from kills import killed_at_each_step
 from shardwise.errors import ConfigError
+from shardwise.train.cache import INFO, is_sound
 from shardwise.train.data import open_data
 from shardwise.train.text import store as store_module
 
@@ -84,6 +86,34 @@ def test_a_damaged_cache_is_built_again(tmp_path):
     tokens.write_bytes(written[:40] + bytes([written[40] ^ 1]) + written[41:])  # of the same size
     open_data(config, None)
     assert tokens.read_bytes() == written
+
+
+def test_a_kill_at_any_step_leaves_nothing_half_written(tmp_path):
+    """What has the name of a cache is whole, and the next start has the bytes of an undisturbed
+    one."""
+    config = load(tmp_path, write_lines(tmp_path / "a.jsonl", chats(20))).config
+    open_data(config, None)  # what is imported once, and what is to be read
+    root = tmp_path / "cache/shardwise/data"
+    (name,) = folders(tmp_path)
+    expected = {p.name: p.read_bytes() for p in (root / name).iterdir() if p.name != INFO}
+    shutil.rmtree(root)
+    seen = []
+    for _ in killed_at_each_step(lambda: open_data(config, None), root):
+        whole = (root / name).exists()
+        seen.append(whole)
+        assert whole == is_sound(root / name)
+        if not whole:  # else this would be the end of it
+            shutil.rmtree(root, ignore_errors=True)
+    assert len(seen) > 10
+    shutil.rmtree(root / name)
+    damaged = root / name
+    damaged.mkdir()
+    (damaged / "tokens.bin").write_bytes(b"half")
+    for _ in killed_at_each_step(lambda: open_data(config, None), root):
+        open_data(config, None)
+        found = {p.name: p.read_bytes() for p in damaged.iterdir() if p.name != INFO}
+        assert found == expected
+        (damaged / "tokens.bin").write_bytes(b"half")
 
 
 def _open(config, gate, out):

@@ -60,10 +60,22 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
         if done := ranks.on_rank0(lambda: finished(config)):
             if ranks.rank == 0:
                 print(done, flush=True)
+            _end_well(config, ranks)
         else:
             _run(*build_job(loaded, ranks, device, stop, run_dir))
     finally:
         run_dir.unlock()
+
+
+def _end_well(config: Config, ranks: Ranks) -> None:
+    """A run that is complete may have been killed before its model was written."""
+    if not isinstance(config.model, HFModelConfig):
+        return
+    from shardwise.train.hf.export import export_left
+
+    said = ranks.on_rank0(lambda: export_left(config))
+    if said and ranks.rank == 0:
+        print(said, flush=True)
 
 
 def _run(job: Job, notes: list[str]) -> None:

@@ -33,7 +33,7 @@ from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.meeting import listen, open_store, stay_on_loopback
 from shardwise.train.restarts import EXIT_USER, Failure, Restarts
-from shardwise.train.run_dir import RunDir, finished
+from shardwise.train.run_dir import RunDir, finished, lacks_model
 from shardwise.train.stop import LAUNCHER_VARIABLE, STOP_FILE_VARIABLE
 from shardwise.units import counted
 
@@ -58,7 +58,7 @@ def launch(
         restarts.check(loaded.config, nproc)
     if loaded.config.run.device == "cuda":
         _resolve_ranks(loaded, nproc)  # a mistake, also where nothing is left to do
-    if done := finished(loaded.config):
+    if (done := finished(loaded.config)) and not lacks_model(loaded.config):  # else: by the ranks
         print(done)
         return 0
     listen(port).close()  # a taken port is found before torch is imported

@@ -20,10 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.store import Checkpoint, list_checkpoints, read_checkpoint
+from shardwise.checkpoint.store import MANIFEST, Checkpoint, list_checkpoints, read_checkpoint
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.train.best import Best
-from shardwise.train.config import Config
+from shardwise.train.config import Config, HFModelConfig
 from shardwise.train.config_file import config_as_dict, load_config
 from shardwise.train.metrics import read_metrics
 
@@ -164,3 +164,17 @@ def finished(config: Config) -> str:
         f"{run_dir.path} is complete: step {newest.step} of {config.train.steps}{result}; "
         "raise train.steps to go on, or choose another run.dir"
     )
+
+
+def lacks_model(config: Config) -> bool:
+    """Whether a run that is complete ended before it had written the model of its last step."""
+    run_dir = RunDir(config)
+    newest = next(iter(list_checkpoints(run_dir.checkpoints).complete), None)
+    if newest is None or not isinstance(config.model, HFModelConfig):
+        return False
+    try:
+        written_ns = run_dir.model.stat().st_mtime_ns
+    except OSError:
+        written_ns = 0
+    is_older = written_ns < (newest.path / MANIFEST).stat().st_mtime_ns
+    return is_older and config.checkpoint.export

@@ -27,7 +27,9 @@ from shardwise.checkpoint.safetensors_dir import MAX_SHARD_BYTES, pieces, write_
 from shardwise.checkpoint.source import CheckpointSource, Source, read_whole
 from shardwise.checkpoint.state import MODEL
 from shardwise.errors import CheckpointError
+from shardwise.train.config import Config
 from shardwise.train.hf.card import CARD_FILE, card_of
+from shardwise.train.run_dir import RunDir, lacks_model
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PEFT, _ADAPTER = "base_model.model.", ".default."
@@ -70,6 +72,15 @@ def export_at_end(checkpoint: Path, directory: Path) -> None:
         directory.rename(old)
     new.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def export_left(config: Config) -> str:
+    """For a run that is complete: writes the model where a kill came before that; what to tell."""
+    if not lacks_model(config):
+        return ""
+    run = RunDir(config)
+    export_at_end(run.checkpoints, run.model)
+    return f"the model is in {run.model}"
 
 
 def _card(source: Source) -> dict[str, bytes]:
