@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from hf_kit import loaded, make_directory, make_tokenizer, run_hf_job
 from kills import killed_at_each_step
 from ranks import run_ranks
 from shardwise.checkpoint.importing import open_source
+from shardwise.cli.main import main
 from shardwise.train.hf.export import export, export_at_end
 
 
@@ -98,3 +100,45 @@ def test_a_run_that_was_killed_in_its_export_ends_it(folder: Path, left: str) ->
     shutil.rmtree(model)
     run_ranks(1, run_once, folder, checkpoint__export=False)
     assert not model.exists()
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_a_tokenizer_that_is_gone_is_said(folder: Path, lora: int, capsys: Any) -> None:
+    """With what to do; and that does it."""
+    if lora:
+        shutil.rmtree(folder / "run")
+        run_ranks(1, run_once, folder, lora__rank=lora)
+    moved = folder / "moved"
+    (folder / "model").rename(moved)
+    run, mine = str(folder / "run"), str(folder / "mine")
+    assert main(["checkpoint", "export", run, mine]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert (
+        f"{mine} has no tokenizer: {folder / 'model'}, where it was, is not there any more" in said
+    )
+    assert "Copy its files" in said
+    assert "--tokenizer DIR" in said
+    shutil.rmtree(mine)
+    assert main(["checkpoint", "export", run, mine, "--tokenizer", run]) == 2
+    assert f"--tokenizer: {run} holds no tokenizer" in capsys.readouterr().err
+    assert not Path(mine).exists()
+    assert main(["checkpoint", "export", run, mine, "--tokenizer", str(moved)]) == 0
+    assert capsys.readouterr().err == ""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (Path(mine) / name).read_bytes() == (moved / name).read_bytes()
+
+
+def test_a_model_without_one_is_no_fault(tmp_path: Path, capsys: Any) -> None:
+    make_directory("llama", tmp_path / "model")
+    run_ranks(1, run_once, tmp_path)
+    capsys.readouterr()
+    assert main(["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "mine")]) == 0
+    assert capsys.readouterr().err == ""
+    source = str(
+        tmp_path / "model"
+    )  # a directory that others wrote, and a tokenizer from elsewhere
+    make_tokenizer(tmp_path / "other")
+    arguments = ["export", source, str(tmp_path / "both"), "--tokenizer", str(tmp_path / "other")]
+    assert main(["checkpoint", *arguments]) == 0
+    assert (tmp_path / "both/tokenizer.json").exists()

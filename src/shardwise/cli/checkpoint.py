@@ -49,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     diff = add("diff", "names, shapes, dtypes and values of two", left="PATH", right="OTHER_PATH")
     diff.add_argument("--weights", action="store_true", help="only the weights of the model")
     text = "weights as a Hugging Face directory of safetensors; adapters as one of peft"
-    _export_options(add("export", text, source="PATH", target="DIR"))
+    _export_options(export := add("export", text, source="PATH", target="DIR"))
+    export.add_argument("--tokenizer", type=Path, help="its directory; else where it was")
     text = "the model that adapters were trained beside, with these added to it"
     merge = add("merge", text, source="PATH", target="DIR")
     merge.add_argument("--base", type=Path, help="directory of that model; else where it was")
@@ -227,10 +228,8 @@ def _diff(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(found.to_json())
         return 1 if found else 0
-    for sign, path, names in (
-        ("-", left.path, found.only_left),
-        ("+", right.path, found.only_right),
-    ):
+    sides = ("-", left.path, found.only_left), ("+", right.path, found.only_right)
+    for sign, path, names in sides:
         for name in names:
             _say(f"{sign} {name}  (only in {path})")
     for name, what in found.changed:
@@ -287,6 +286,7 @@ def _write(source: Source, to: str, options: argparse.Namespace) -> int:
     how = {"dtype": _dtype_of(options), "strip_prefix": options.strip_prefix}
     if to == "torch":
         return export_torch(source, options.target, **how)
+    how["tokenizer"] = getattr(options, "tokenizer", None)
     return export(source, options.target, max_shard_bytes=options.max_shard_size, **how)
 
 

@@ -108,7 +108,7 @@ def _export(job: Job) -> None:
     from shardwise.train.hf.export import export_at_end
 
     run = RunDir(config)
-    job.ranks.on_rank0(lambda: export_at_end(run.checkpoints, run.model))
+    job.ranks.on_rank0(lambda: export_at_end(run.checkpoints, run.model, job.console.say))
     job.console.say(f"the model is in {run.model}")
 
 

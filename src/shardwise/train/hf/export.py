@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.beside import BESIDE, contents, files_in, tokenizer_of
+from shardwise.checkpoint.beside import BESIDE, contents, files_in, tokenizer_in, tokenizer_of
 from shardwise.checkpoint.exporting import export_safetensors
 from shardwise.checkpoint.importing import open_source
 from shardwise.checkpoint.placement import storage_bytes
@@ -30,10 +31,16 @@ from shardwise.errors import CheckpointError
 from shardwise.train.config import Config
 from shardwise.train.hf.card import CARD_FILE, card_of
 from shardwise.train.run_dir import RunDir, lacks_model
+from shardwise.train.text.tokenizer import has_tokenizer
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PEFT, _ADAPTER = "base_model.model.", ".default."
 _NOT_MERGED = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern")
+
+
+def _warn(text: str) -> None:
+    """One line, whatever a checkpoint's names hold."""
+    print("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), file=sys.stderr)
 
 
 def export(
@@ -43,29 +50,60 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     strip_prefix: str | None = None,
+    tokenizer: Path | None = None,
+    tell: Callable[[str], None] = _warn,
 ) -> int:
-    """Writes what the source holds; returns the number of tensors."""
-    card = _card(source)
+    """Writes what the source holds; returns the number of tensors. `tokenizer`: the directory of
+    that, if not where it was. `tell` hears what was to go along and is not there."""
+    beside = _card(source)
+    if tokenizer is not None:
+        beside |= _named_tokenizer(source, tokenizer)
     if is_adapters(source):
-        return _export_adapters(source, directory, dtype, card)
-    return export_safetensors(
-        source,
-        directory,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        strip_prefix=strip_prefix,
-        beside=card,
-    )
+        count = _export_adapters(source, directory, dtype, beside)
+    else:
+        count = export_safetensors(
+            source,
+            directory,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            strip_prefix=strip_prefix,
+            beside=beside,
+        )
+    _tell_lacking(source, directory, tell)
+    return count
 
 
-def export_at_end(checkpoint: Path, directory: Path) -> None:
+def _named_tokenizer(source: Source, folder: Path) -> dict[str, bytes]:
+    """The files to write; for checkpoints that keep texts in place of some, only where it is."""
+    if not has_tokenizer(folder):
+        raise CheckpointError(f"--tokenizer: {folder} holds no tokenizer (tokenizer.json, ...)")
+    if BESIDE not in source.objects:
+        return tokenizer_in(folder)
+    source.objects[BESIDE]["tokenizer_from"] = str(folder.absolute())
+    return {}
+
+
+def _tell_lacking(source: Source, directory: Path, tell: Callable[[str], None]) -> None:
+    """A directory without its tokenizer loads, and only whoever calls it finds out."""
+    said = source.objects.get(BESIDE, {})
+    folder = Path(said.get("tokenizer_from") or said.get("from") or ".")
+    was_there = "tokenizer_from" in said or not folder.exists()
+    if was_there and not has_tokenizer(directory):
+        why = "holds none any more" if folder.is_dir() else "is not there any more"
+        tell(
+            f"{directory} has no tokenizer: {folder}, where it was, {why}. Copy its files "
+            "(tokenizer.json, tokenizer_config.json) there, or export again with --tokenizer DIR"
+        )
+
+
+def export_at_end(checkpoint: Path, directory: Path, tell: Callable[[str], None] = _warn) -> None:
     """The same for a run's last checkpoint, in place of what an earlier end has left there."""
     new, old = (directory.with_name(f".{directory.name}.{word}") for word in ("new", "old"))
     for path in (new, old):
         shutil.rmtree(path, ignore_errors=True)
     source = open_source(checkpoint)
     try:
-        export(source, new)
+        export(source, new, tell=lambda text: tell(text.replace(str(new), str(directory))))
     finally:
         source.close()
     if directory.exists():
@@ -126,6 +164,7 @@ def merge(
     base: Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    tell: Callable[[str], None] = _warn,
 ) -> int:
     """Writes the base with the adapters at `path` (a run, a checkpoint or a directory of peft)
     added to it, a matrix at a time; `dtype` None: the base's."""
@@ -160,6 +199,7 @@ def merge(
     beside |= _card(adapters.source)
     sized = [(name, kinds[name], weights.tensors[key].shape) for name, key in keys.items()]
     write_directory(directory, sized, content, max_shard_bytes, beside)
+    _tell_lacking(adapters.source, directory, tell)
     adapters.close()
     weights.close()
     return len(keys)

@@ -34,6 +34,11 @@ class TokenizerFiles:
     digest: str
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether what lies there makes one."""
+    return any((folder / name).is_file() for name in _MADE_OF[:6])
+
+
 def find_tokenizer(config: Config) -> TokenizerFiles:
     """Looks, without importing anything heavy: every rank does, and few have to tokenise."""
     key = "data.tokenizer" if config.data.tokenizer else "model.path"
@@ -42,7 +47,7 @@ def find_tokenizer(config: Config) -> TokenizerFiles:
     if not folder.is_dir():
         raise ConfigError(f"{key}: {folder}: no such directory{download_hint(folder)}")
     there = [folder / name for name in _MADE_OF if (folder / name).is_file()]
-    if not any(file.name in _MADE_OF[:6] for file in there):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{key}: {folder} has no tokenizer ({', '.join(_MADE_OF[:3])}); copy that of the model "
             "there, or name another directory as data.tokenizer"
