@@ -40,6 +40,7 @@ class RunDir:
         self.model = self.path / "model"
         self.profile = self.path / "profile"
         self._descriptor: int | None = None
+        self._was_begun = self.config_file.exists()
 
     def check(self) -> None:
         """Refuses a path that cannot become a run directory; writes nothing."""
@@ -95,7 +96,7 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"run.dir: {self.path} cannot be made: {error.strerror}") from None
         self.lock()
-        if not was_locked and self.config_file.exists():
+        if not (was_locked or self._was_begun) and self.config_file.exists():
             raise ConfigError(
                 f"run.dir: another job has begun in {self.path} since this one started; start "
                 "again to go on from it, or use another"
