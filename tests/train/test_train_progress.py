@@ -3,9 +3,13 @@ traces."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
+import logging
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +20,8 @@ from jobs import checkpoint_names, read_rows, run_job
 from torch import nn
 
 from ranks import on_ranks, run_ranks
+from shardwise import set_wait_limit
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import ConfigError
 from shardwise.train.best import Best
 from shardwise.train.config_file import load_config
@@ -23,6 +29,7 @@ from shardwise.train.console import Console
 from shardwise.train.run_dir import finished
 from shardwise.train.speed import flops_per_token, peak_flops
 from shardwise.train.trackers import Run, Trackers, chosen
+from shardwise.train.waiting import Patience
 
 ROWS = [(1, None), (2, 3.0), (4, 2.0), (6, 2.5), (8, 2.0), (10, 1.5)]
 
@@ -62,6 +69,68 @@ def test_memory_mfu_and_time_left_are_shown(
     )
     console.step({"step": 0, "val_loss": 2.0})  # before the first step: no rate, no speed
     assert capsys.readouterr().out == "step   0/110  val_loss 2.0000\n"
+
+
+@pytest.mark.parametrize(
+    ("began", "total", "shown"),
+    [
+        (0, 3, [1, 3]),
+        (0, 1, [1]),
+        (0, 10, [1, 10]),
+        (0, 12, [10, 12]),
+        (10, 15, [11, 15]),
+        (8, 21, [10, 20, 21]),
+    ],
+)
+def test_a_short_run_shows_its_first_step_and_its_last(
+    began: int, total: int, shown: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = Console(total_steps=total, line_every=10, silent=False)
+    console.start(began)
+    for step in range(began + 1, total + 1):
+        console.step({"step": step, "loss": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split("/")[0].split()[1]) for line in lines] == shown
+
+
+# -- waits ---------------------------------------------------------------------------------------
+@pytest.mark.slow
+@on_ranks(2)
+def test_who_waits_for_work_says_so_once(rank: int) -> None:
+    """By name and not as a warning."""
+    warned: list[str] = []
+    logger, handler = logging.getLogger("shardwise.comm.waits"), logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    patience, ranks = Patience(rank), Ranks()
+    logger.addHandler(handler)
+    logger.addFilter(patience)
+    set_wait_limit(warn_after=3)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            for _ in range(2):
+                ranks.on_rank0(lambda: time.sleep(5), "knitting")
+    finally:
+        set_wait_limit()
+        logger.removeHandler(handler)
+        logger.removeFilter(patience)
+    assert warned == []
+    assert said.getvalue() == ("rank 1 waits for rank 0: knitting\n" if rank else "")
+
+
+def test_other_waits_stay_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    def is_shown(rank: int, text: str) -> bool:
+        return Patience(rank).filter(logging.LogRecord("", 30, "", 0, text, (), None))
+
+    head = "rank 2 (outside of a step) has waited 6 s for all ranks, preparing the data"
+    lines = ["  rank 0: at work: a, for 6 s", "  rank 1: waits for x", "  rank 2: waits for x"]
+    quiet = "\n".join([head, *lines])
+    assert not is_shown(2, quiet)
+    assert not capsys.readouterr().out  # rank 1 says it for both
+    assert not is_shown(1, quiet)
+    assert capsys.readouterr().out == "rank 1 waits for rank 0: a\n"
+    assert is_shown(1, quiet.replace("at work: a, for 6 s", "in user code"))
+    assert is_shown(1, quiet.replace("rank 2: ", "rank 2: stopped (process 7), "))
+    assert is_shown(1, quiet.replace("all ranks, preparing the data", "an all-gather of layers.0"))
 
 
 # -- trackers ------------------------------------------------------------------------------------

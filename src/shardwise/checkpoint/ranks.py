@@ -52,21 +52,22 @@ class Ranks:
         assert isinstance(group, dist.ProcessGroup)
         return Ranks(group)
 
-    def on_rank0(self, action: Callable[[], _T]) -> _T:
-        """Runs on rank 0; its result, or its error, reaches every rank."""
-        own = self._attempt(action) if self.rank == 0 else (None, None)
+    def on_rank0(self, action: Callable[[], _T], doing: str = _DOING) -> _T:
+        """Runs on rank 0; its result, or its error, reaches every rank. `doing`: what the others
+        hear that it is at while they wait."""
+        own = self._attempt(action, doing) if self.rank == 0 else (None, None)
         if not self._is_alone:
-            own = broadcast_object(own, self.group, f"rank 0, {_DOING}")
+            own = broadcast_object(own, self.group, f"rank 0, {doing}")
         return self._results([own])[0]
 
     def on_all(self, action: Callable[[], _T]) -> list[_T]:
         """Runs on every rank; all get all results, or the first error."""
         return self._results(self._exchange(self._attempt(action)))
 
-    def on_each(self, action: Callable[[], _T]) -> _T:
+    def on_each(self, action: Callable[[], _T], doing: str = _DOING) -> _T:
         """Runs on every rank, returns the rank's own result; one's error is raised on all."""
-        result, error = self._attempt(action)
-        self._results(self._exchange((None, error)))
+        result, error = self._attempt(action, doing)
+        self._results(self._exchange((None, error), doing))
         return result
 
     def gather_floats(self, values: list[float]) -> torch.Tensor:
@@ -77,16 +78,18 @@ class Ranks:
         # A rank that hangs is found here too.
         return torch.stack(gather_tensors(own, self.group, "numbers of the other ranks"))
 
-    def _exchange(self, own: tuple[Any, Exception | None]) -> list[Any]:
+    def _exchange(self, own: tuple[Any, Exception | None], doing: str = _DOING) -> list[Any]:
         if self._is_alone:
             return [own]
-        return gather_objects(own, self.group, f"all ranks, {_DOING}")
+        return gather_objects(own, self.group, f"all ranks, {doing}")
 
-    def _attempt(self, action: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    def _attempt(
+        self, action: Callable[[], Any], doing: str = _DOING
+    ) -> tuple[Any, Exception | None]:
         try:
             if self._is_alone:
                 return action(), None
-            with AtWork(_DOING):
+            with AtWork(doing):
                 return action(), None
         except ShardwiseError as error:
             return None, error

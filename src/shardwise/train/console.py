@@ -53,8 +53,15 @@ class Console:
             self._progress.update(self._task, completed=step, description=self._fitting(row))
             if "val_loss" in row:
                 self.say(self._line(row))
-        elif step % self._every == 0 or step == self._total or "val_loss" in row:
+        elif "val_loss" in row or self._has_line(step):
             self.say(self._line(row))
+
+    def _has_line(self, step: int) -> bool:
+        """The last one, every n-th, and the first where none would come before the last."""
+        if step % self._every == 0 or step == self._total:
+            return True
+        began = self._began[0] if self._began is not None else 0
+        return step == began + 1 and (began // self._every + 1) * self._every >= self._total
 
     def _fitting(self, row: dict[str, Any]) -> str:
         """What has room beside the bar; loss and speed in any case."""

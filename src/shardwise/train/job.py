@@ -73,7 +73,7 @@ def _end_well(config: Config, ranks: Ranks) -> None:
         return
     from shardwise.train.hf.export import export_left
 
-    said = ranks.on_rank0(lambda: export_left(config))
+    said = ranks.on_rank0(lambda: export_left(config), "writing the model for others")
     if said and ranks.rank == 0:
         print(said, flush=True)
 
@@ -108,7 +108,10 @@ def _export(job: Job) -> None:
     from shardwise.train.hf.export import export_at_end
 
     run = RunDir(config)
-    job.ranks.on_rank0(lambda: export_at_end(run.checkpoints, run.model, job.console.say))
+    say = job.console.say
+    job.ranks.on_rank0(
+        lambda: export_at_end(run.checkpoints, run.model, say), "writing the model for others"
+    )
     job.console.say(f"the model is in {run.model}")
 
 
@@ -119,9 +122,9 @@ def build_job(
     `train` has checked the configuration and locked the directory before."""
     config, search_dir = loaded.config, loaded.path.parent if loaded.path else None
     numerics.set_up(config)
-    data = ranks.on_each(lambda: open_data(config, search_dir))
+    data = ranks.on_each(lambda: open_data(config, search_dir), "preparing the data")
     numerics.check_data(config, data, ranks)
-    model = ranks.on_each(lambda: build_model(config, search_dir))
+    model = ranks.on_each(lambda: build_model(config, search_dir), "building the model")
     fused = config.run.reproducible != "any_world" or device.type != "cpu"
     ranks.on_each(lambda: way_of(model, config.optim, device, fused=fused))
     ranks.on_each(lambda: check_sizes(data, model))
@@ -141,7 +144,9 @@ def build_job(
 
     notes += ranks.on_each(lambda: memory_notes(model, config, ranks.world_size, device))
     shard(model, config, device, ranks.world_size)
-    ranks.on_each(lambda: fill(model, config, device, is_resumed=start is not None))
+    ranks.on_each(
+        lambda: fill(model, config, device, is_resumed=start is not None), "reading the weights"
+    )
     optimizer = ranks.on_each(lambda: build_optimizer(model, config.optim, fused=fused))
     if config.optim.in_backward:
         step_in_backward(model, optimizer)

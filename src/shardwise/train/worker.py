@@ -36,8 +36,11 @@ from shardwise.train.job import train
 from shardwise.train.meeting import stay_on_loopback
 from shardwise.train.restarts import EXIT_ERROR, EXIT_FINAL, EXIT_OTHER_RANK, EXIT_USER
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
+from shardwise.train.waiting import be_patient
 
 _PR_SET_PDEATHSIG = 1
+# Times a warning of a wait: ranks import at their own pace.
+_START_PATIENCE = 3
 _START_LIMITS = 5  # times the limit of a wait: programs and data come from slow disks
 _SHOWN = 64  # ranks in one text
 # What c10d and Gloo say on the ranks that did not fail themselves.
@@ -55,6 +58,7 @@ def run_rank(loaded: LoadedConfig, stop: StopRequest) -> int:
         if found is None:
             return 0
         ranks = found
+        be_patient(rank)
         train(loaded, ranks, device, stop)
         dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - the process ends here
@@ -180,7 +184,7 @@ def _all_are_there(store: dist.Store, rank: int, world_size: int, stop: StopRequ
     The first to write `start` decides for all whether they go on."""
     store.set(f"there/{rank}", "")
     names = [f"there/{number}" for number in range(world_size)]
-    began, warn_at, pause = time.monotonic(), warn_after_s(), 0.005
+    began, warn_at, pause = time.monotonic(), _START_PATIENCE * warn_after_s(), 0.005
     while not store.check(names):
         if stop.by:
             if store.compare_set("start", "", "stopped") == b"stopped":

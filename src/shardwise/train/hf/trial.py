@@ -30,7 +30,7 @@ _TORCH, _OURS = (Path(module.__file__ or "").parent for module in (torch, shardw
 
 def check_forward(data: Data, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     """ConfigError where the forward of a model from `prepare` fails. Collective."""
-    ranks.on_each(lambda: _try(data, model, device))
+    ranks.on_each(lambda: _try(data, model, device), "trying the model")
 
 
 def _try(data: Data, model: nn.Module, device: torch.device) -> None:
