@@ -1,0 +1,1 @@
+"""The stages of `benchmarks/gpu_hour.py`, and what runs them."""
