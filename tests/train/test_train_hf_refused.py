@@ -249,6 +249,22 @@ def test_what_is_not_there(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_weights_that_are_tied_in_the_model_alone(rank: int, tmp_path: Path) -> None:
+    """Which of the two is meant nobody can know; the line says what to do."""
+    path = make_directory("llama", tmp_path / "model")
+    if rank == 0:
+        change_config(tie_word_embeddings=True)(path)
+    dist.barrier()
+    with pytest.raises(ConfigError) as caught:
+        run_hf_job(tmp_path / "run", path)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "two in the directory: " in text
+    assert "Untie them in the model (tie_word_embeddings: false in the config.json" in text
+    assert not (tmp_path / "run").exists()
+
+
+@on_ranks(2)
 def test_what_only_a_forward_refuses(rank: int, tmp_path: Path) -> None:
     """Values that nobody looks at before: found by a forward, before anything is written."""
     path = make_directory("mixtral", tmp_path / "model")

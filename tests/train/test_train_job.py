@@ -7,7 +7,9 @@ import fcntl
 import io
 import os
 import shutil
+import signal
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -316,6 +318,33 @@ def test_where_directories_cannot_be_locked_a_file_is(tmp_path, monkeypatch):
     second.unlock()
     second.lock(patience_s=0.0)
     second.unlock()
+
+
+def test_a_lock_dies_with_its_owner_though_a_child_of_it_lives(tmp_path):
+    """Workers of a data loader may outlive a rank that was killed with -9."""
+    config = load_config(None, [("run.dir", str(tmp_path))]).config
+    child, parent = os.pipe()
+    owner = os.fork()
+    if not owner:
+        RunDir(config).lock()
+        worker = os.fork()
+        if not worker:
+            time.sleep(60)
+            os._exit(0)
+        os.write(parent, f"{worker}\n".encode())
+        time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(child, 20))
+    try:
+        with refused():
+            RunDir(config).lock(patience_s=0.0)
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        after = RunDir(config)
+        after.lock(patience_s=0.5)
+        after.unlock()
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 def test_a_job_that_came_and_went_while_this_one_started(tmp_path):

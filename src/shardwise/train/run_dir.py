@@ -72,6 +72,7 @@ class RunDir:
 
     def _take(self, descriptor: int, deadline: float) -> None:
         self._descriptor = descriptor
+        os.register_at_fork(after_in_child=self.unlock)  # whoever outlives us does not hold it
         while True:
             try:
                 return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

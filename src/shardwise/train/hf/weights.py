@@ -123,7 +123,7 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
     try:
         load_model(weights, model, strict=False, cast=True)
     except CheckpointError as error:
-        raise ConfigError(f"model.path: {error}") from None
+        raise ConfigError(f"model.path: {_in_words(error)}") from None
 
 
 def fill_anew(model: nn.Module, device: torch.device, seed: int) -> None:
@@ -147,5 +147,5 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[key] = buffer.to(device)
 
 
-def _in_words(found: Differences) -> str:
+def _in_words(found: Differences | CheckpointError) -> str:
     return str(found).replace("the checkpoint", "the directory")
