@@ -373,6 +373,15 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
         return ""
 
 
+def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether the backend that serves a device starts several collectives as one."""
+    try:
+        backend = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+    except RuntimeError:
+        return False
+    return bool(backend.supports_coalescing)
+
+
 # -- what torch says in words only ---------------------------------------------------------------
 _VERSION = re.compile(r"inplace operation: \[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+)")
 

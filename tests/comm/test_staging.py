@@ -7,15 +7,14 @@ import weakref
 import pytest
 import torch
 
-from shardwise.comm.c10d.staging import (
+from shardwise.comm.c10d.bucket import C10dBucket
+from shardwise.comm.c10d.packed_grads import (
     BATCHED_BYTES,
-    C10dBucket,
-    GatherPlan,
-    GatherStaging,
     PackedGrads,
     ReducePlan,
     ReduceStaging,
 )
+from shardwise.comm.c10d.staging import GatherPlan, GatherStaging
 from shardwise.comm.transport import Axis
 from shardwise.layout import (
     BucketLayout,
@@ -48,7 +47,7 @@ def bucket_of(*shapes: tuple[int, ...], shard_dim: int = 0) -> C10dBucket:
 def grads_of(bucket: C10dBucket) -> tuple[PackedGrads, torch.Tensor]:
     layout = layout_reduce(bucket.layout)
     plan, out = ReducePlan.of(bucket, layout), torch.empty(layout.chunk_numel)
-    return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, None), 1.0), out
+    return PackedGrads(bucket, plan, out, 1.0), out
 
 
 def random_grads(bucket: C10dBucket) -> list[torch.Tensor]:

@@ -277,7 +277,8 @@ def test_low_rank_adapters_over_a_frozen_base(rank: int, world: int) -> None:
                 assert (p.grad is None) == (q.grad is None) == ("base" in name)
             if setting == Setting("full_shard", "c10d"):
                 adapters, counts = 3 * 2 * 16, 3 * 2 * world
-                assert adapters <= reduced.numel <= adapters + counts
+                rounded = 3 * world * 3  # each chunk to 16 bytes
+                assert adapters <= reduced.numel <= adapters + counts + rounded
             for opt in opts:
                 opt.step()
                 opt.zero_grad()

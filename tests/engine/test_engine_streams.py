@@ -1,9 +1,12 @@
 """What runs beside what on an accelerator: the calls to `Streams`, as golden text.
 
-    fork, join gather    the gather lane waits for what the compute stream has queued; the gather
-                         and its copy-out are queued on it
-    event, wait gather   a mark behind them; the compute stream waits for it
+    mark                 gathers from here on come behind what the compute stream has queued
+    fork, join gather    the gather lane waits for the latest mark; the gather and its copy-out are
+                         queued on it
+    fork, join reduce    the reduce lane waits for what the compute stream has queued
+    event, wait gather   a point behind them; the compute stream waits for it
     run L0, back L0      the user's computing is queued
+    land                 the host waits for copies to the host, if there are any
 
 A gather overlaps with what is queued between its `event` and the `wait` for it. No clock, no GPU:
 the engine makes the same calls to `DeviceStreams`.
@@ -26,7 +29,7 @@ from shardwise.engine.core.state import units_in
 
 class RecordingStreams:
     """Writes down what would be ordered: `fork gather`, `join gather`, `event gather`, `wait
-    gather`.
+    gather`, `mark`.
     """
 
     is_async = True
@@ -47,8 +50,15 @@ class RecordingStreams:
     def wait(self, event: Any) -> None:
         self.calls.append(f"wait {event}")
 
-    def used_here(self, tensor: torch.Tensor) -> None:
-        return None
+    def mark(self) -> None:
+        self.calls.append("mark")
+
+    def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        self.calls.append("copy to host")
+        return tensor
+
+    def land(self) -> None:
+        self.calls.append("land")
 
 
 def recorded(model: Any) -> RecordingStreams:
@@ -70,14 +80,14 @@ def recorded(model: Any) -> RecordingStreams:
 
 GATHER = "fork gather | join gather | event gather"
 AHEAD_FORWARD = (
-    f"{GATHER} | wait gather | {GATHER} | "  # R, then L0 ahead
-    f"wait gather | {GATHER} | run L0 | "  # L1 is under way while L0 runs
-    f"wait gather | {GATHER} | run L1 | "
-    "wait gather | run L2"
+    f"mark | {GATHER} | wait gather | {GATHER} | "  # R, then L0 ahead
+    f"wait gather | {GATHER} | run L0 | mark | "  # L1 is under way while L0 runs; L0 is released
+    f"wait gather | {GATHER} | run L1 | mark | "
+    "wait gather | run L2 | mark | mark"
 )
 ALONE_FORWARD = (
-    f"{GATHER} | wait gather | {GATHER} | wait gather | run L0 | "
-    f"{GATHER} | wait gather | run L1 | {GATHER} | wait gather | run L2"
+    f"mark | {GATHER} | wait gather | {GATHER} | wait gather | run L0 | mark | "
+    f"{GATHER} | wait gather | run L1 | mark | {GATHER} | wait gather | run L2 | mark | mark"
 )
 
 
@@ -100,11 +110,12 @@ def test_gathers_overlap_with_the_unit_before(rank: int, world: int) -> None:
     assert forward == AHEAD_FORWARD
     issue = "fork reduce | join reduce"
     finish = f"{issue} | event reduce | wait reduce"
+    # The gather of the unit before is issued ahead of each reduction.
     assert backward == (
-        f"{GATHER} | wait gather | {GATHER} | {issue} | "  # R again, L2 ahead, R reduced
-        f"wait gather | {GATHER} | {issue} | back L2 | "  # L1 ahead of L2's computing
-        f"wait gather | {GATHER} | {finish} | {issue} | back L1 | "  # two reductions in flight
-        f"wait gather | {finish} | {issue} | {finish} | {finish}"
+        f"mark | {GATHER} | wait gather | {GATHER} | {issue} | mark | "  # R, L2 ahead, R reduced
+        f"wait gather | {GATHER} | {issue} | mark | back L2 | "  # L1 ahead of L2's computing
+        f"wait gather | {GATHER} | {finish} | {issue} | mark | back L1 | "  # two are in flight
+        f"wait gather | {finish} | {issue} | {finish} | {finish} | land | mark"
     )
 
 

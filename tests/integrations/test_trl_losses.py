@@ -24,7 +24,8 @@ def test_losses_beside_trl_on_two_ranks() -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["holds"] and all(found["holds"] for found in result["checks"])
     runs = result["runs"]["2"]
-    assert set(runs) == {"shardwise", "matched", "rank_means", "whole_fp32", "defaults"}
+    trained = {"shardwise", "matched", "rank_means", "whole_fp32", "defaults"}
+    assert set(runs) == {*trained, "evaluated"}
     ours, tolerance = runs["shardwise"]["loss"][0], 1e-5
     for case in ("rank_means", "whole_fp32", "defaults"):  # they do differ
         assert abs(runs[case]["loss"][0] / ours - 1) > 10 * tolerance

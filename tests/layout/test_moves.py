@@ -74,7 +74,8 @@ def test_only_trainable_elements_are_reduced(layout: BucketLayout) -> None:
     assert list(reduce.params) == trainable
     assert sum(reduce.data_numel(r) for r in range(layout.world)) == sum(p.numel for p in trainable)
     assert reduce.chunk_numel == reduce.counts_offset + len(trainable)
-    assert reduce.is_exact == all(p.cuts.is_exact for p in trainable)
+    assert reduce.chunk_bytes % 16 == 0, "what collectives on accelerators move fastest"
+    assert 0 <= (reduce.counts_offset - reduce.largest_numel) * reduce.dtype.itemsize < 16
     frozen = layout_reduce(layout, (False,) * len(layout.params))
     assert frozen.chunk_numel == frozen.packed_numel == 0
 

@@ -4,7 +4,8 @@ The engine runs as on a device whose streams are `Lanes`: they order nothing, an
 ordered. A dispatch mode sees each operator read and write storages. Vector clocks (one entry a
 stream) then tell whether one access is ordered behind another:
 
-    fork gather      lane.clock = max(lane.clock, compute.clock)
+    mark             the next gather: lane.clock = max(lane.clock, compute's at the mark)
+    fork reduce      lane.clock = max(lane.clock, compute.clock)
     wait(event)      compute.clock = max(compute.clock, the lane's when the event was recorded)
     collective       on a stream of its process group, behind the stream that issued it
     wait_for(work)   the stream that waits is behind that collective
@@ -12,7 +13,7 @@ stream) then tell whether one access is ordered behind another:
 Two accesses of one storage from two streams, one of them a write, of which neither is ordered
 behind the other are a race. So is memory that its allocator may hand out again too early: a storage
 that is freed goes back to the pool of the stream that allocated it, and the next allocation of that
-stream may get it, unless the streams that used it are ordered or were named by `used_here`.
+stream may get it, unless the streams that used it are ordered.
 
 It looks at storages, not at bytes, and it believes the calls: what a backend does inside of a
 collective, and kernels of an operator that run on streams of their own, are not seen.
@@ -42,25 +43,15 @@ COMPUTE = 0
 
 @dataclass
 class Memory:
-    """One storage: who allocated it, which streams were named, the last accesses of each."""
+    """One storage: who allocated it, and the last accesses of each stream."""
 
     alive: StorageWeakRef
     owner: int
-    named: set[int] = field(default_factory=set)
     accesses: dict[tuple[int, bool], tuple[int, str]] = field(default_factory=dict)
 
-    def unordered_when_freed(
-        self, clocks: dict[int, Clock]
-    ) -> dict[tuple[int, bool], tuple[int, str]]:
-        """Accesses of other streams that the allocator does not know of. For each stream that was
-        named it records an event now, and so knows what that stream is behind of.
-        """
-        events = [clocks[stream] for stream in self.named]
-        return {
-            (stream, wrote): (time, what)
-            for (stream, wrote), (time, what) in self.accesses.items()
-            if stream != self.owner and not any(e.get(stream, -1) >= time for e in events)
-        }
+    def of_others(self) -> dict[tuple[int, bool], tuple[int, str]]:
+        """Accesses of other streams, which the allocator does not know of."""
+        return {key: access for key, access in self.accesses.items() if key[0] != self.owner}
 
 
 class Detector:
@@ -128,12 +119,6 @@ class Detector:
     def released(self, storage: torch.UntypedStorage) -> None:
         self._free(storage._cdata)
 
-    def name_user(self, tensor: torch.Tensor) -> None:
-        """`record_stream` of the current stream."""
-        memory = self._memory.get(tensor.untyped_storage()._cdata)
-        if memory is not None and memory.owner != self.current:
-            memory.named.add(self.current)
-
     def sweep(self) -> None:
         """Free what nobody holds any more."""
         for key in [key for key, memory in self._memory.items() if memory.alive.expired()]:
@@ -141,7 +126,7 @@ class Detector:
 
     def _free(self, key: int) -> None:
         memory = self._memory.pop(key, None)
-        if memory is not None and (left := memory.unordered_when_freed(self.clocks)):
+        if memory is not None and (left := memory.of_others()):
             self._freed.setdefault(memory.owner, []).append(left)
 
     def _access(
@@ -190,8 +175,7 @@ def where() -> str:
 
 class Lanes:
     """The streams of a device, for the engine and its transports. `left_out` names what a mutant
-    does not do: "fork gather", "fork reduce", "wait gather", "wait reduce", and "used_here" of a
-    function.
+    does not do: "fork reduce", and "mark", "wait" or "land" in a function.
     """
 
     is_async = True
@@ -199,6 +183,8 @@ class Lanes:
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
         self._lanes = {name: detector.new_stream(name) for name in ("gather", "reduce")}
+        self._marked: Clock | None = None
+        self._copied: Clock | None = None
         self.left_out: set[str] = set()
         self.seen: set[str] = set()
 
@@ -209,7 +195,11 @@ class Lanes:
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[None]:
         detector, lane = self._detector, self._lanes[name]
-        if self._does(f"fork {name}"):
+        if name == "gather":
+            if self._marked is not None and self._does("wait for the mark"):
+                detector.wait(self._marked, lane)
+            self._marked = None
+        elif self._does("fork reduce"):
             detector.wait(detector.record(detector.current), lane)
         before, detector.current = detector.current, lane
         try:
@@ -217,16 +207,32 @@ class Lanes:
         finally:
             detector.current = before
 
+    def mark(self) -> None:
+        if self._does(f"mark in {caller()}"):
+            self._marked = self._detector.record(self._detector.current)
+
     def record(self, name: str) -> Any:
-        return name, self._detector.record(self._lanes[name])
+        return self._detector.record(self._lanes[name])
 
     def wait(self, event: Any) -> None:
-        if event is not None and self._does(f"wait {event[0]}"):
-            self._detector.wait(event[1], self._detector.current)
+        if event is not None and self._does(f"wait in {caller()}"):
+            self._detector.wait(event, self._detector.current)
 
-    def used_here(self, tensor: torch.Tensor) -> None:
-        if self._does(f"used_here in {sys._getframe(1).f_code.co_qualname}"):
-            self._detector.name_user(tensor)
+    def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        host = tensor.clone()
+        self._copied = self._detector.record(self._detector.current)
+        return host
+
+    def land(self) -> None:
+        """The host writes nothing here: what computes next takes what it knows."""
+        if self._copied is not None and self._does(f"land in {caller()}"):
+            self._detector.wait(self._copied, self._detector.current)
+            self._copied = None
+
+
+def caller() -> str:
+    """Who called the function that asks."""
+    return sys._getframe(2).f_code.co_qualname
 
 
 class LaneBlocks(Blocks):
@@ -320,10 +326,17 @@ def transport_class(
             events[work] = detector.record(stream)
             return work
 
-        def wait_for(self, work: Any, what: str) -> None:
+        def agree(self, flags: list[bool]) -> list[bool]:
+            detector.is_paused = True  # hosts among themselves
+            try:
+                return super().agree(flags)
+            finally:
+                detector.is_paused = False
+
+        def wait_for(self, work: Any, what: str, *, on_host: bool = False) -> None:
             detector.is_paused = True  # what a CPU backend copies on the way is its own
             try:
-                super().wait_for(work, what)
+                super().wait_for(work, what, on_host=on_host)
             finally:
                 detector.is_paused = False
             if f"work of {what.partition(' ')[0]}" not in left_out and work in events:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.c10d.staging import C10dBucket, PackedGrads, ReducePlan, ReduceStaging
+from shardwise.comm.c10d.bucket import C10dBucket
+from shardwise.comm.c10d.packed_grads import PackedGrads, ReducePlan
 from shardwise.comm.transport import DONE, Axis, GradBuffer, Handle, Position, Transport
 from shardwise.layout import BucketLayout, ReduceLayout
 
@@ -66,8 +67,7 @@ class FakeTransport(Transport[C10dBucket]):
     def grad_buffer(
         self, bucket: C10dBucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
-        plan = ReducePlan.of(bucket, layout)
-        return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, None), pre_scale)
+        return PackedGrads(bucket, ReducePlan.of(bucket, layout), out, pre_scale)
 
     def reduce(
         self, bucket: C10dBucket, grads: GradBuffer, out: torch.Tensor, scale: float

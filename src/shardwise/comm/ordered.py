@@ -73,9 +73,9 @@ class Ordered(Transport[B]):
         for check in self._checks:
             check.abandon(reason[:2000])
 
-    def wait_for(self, work: Any, what: str) -> None:
+    def wait_for(self, work: Any, what: str, *, on_host: bool = False) -> None:
         """Wait on the host where that is what the backend does anyway, and watch the time."""
-        if self._checks and not self._streams.is_async:
+        if self._checks and (on_host or not self._streams.is_async):
             self._checks[-1 if what.startswith("all_reduce") else 0].wait(work, what)
         else:
             work.wait()
@@ -209,9 +209,9 @@ class Guarded(Ordered[Bucket]):
         self.wait_for(work, "all_reduce of what ranks agree on")
         return agreed
 
-    def wait_for(self, work: Any, what: str) -> None:
+    def wait_for(self, work: Any, what: str, *, on_host: bool = False) -> None:
         try:
-            super().wait_for(work, what)
+            super().wait_for(work, what, on_host=on_host)
         except (PeerTimeoutError, DivergenceError):
             self._aside.leave()  # it waits on
             raise

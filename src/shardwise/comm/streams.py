@@ -2,21 +2,24 @@
 
 Two lanes run beside the stream on which the user computes:
 
-    gather   copy-in, all-gather, copy-out       waits for the compute stream when issued, is
-                                                 waited for at first use, by its event
-    reduce   copy-in, reduce-scatter, all-reduce waits for the compute stream when issued, is
-             waited for at the end
+    gather   all-gather, copy-out         waits for the latest point that the compute stream has
+                                          marked (`mark`), is waited for at first use, by its event
+    reduce   reduce-scatter, all-reduce   waits for the compute stream when issued, which has packed
+             the gradients by then; is waited for when its memory is wanted, or at the end
     compute  the user's stream
 
 All units and transports of a device share one pair of lanes: an allocator keeps memory by stream,
 so what one unit has released serves the next one only where both gather on the same lane.
 
-Lifetimes. A gathered buffer is allocated on the gather lane and read on the compute stream; it is
-released by resizing its storage, which hands the block back to the gather lane's pool. The next
-gather is issued with `lane("gather")`, which first makes the lane wait for everything that the
-compute stream has queued, so the block is never overwritten while a kernel still reads it.
-What a stream reads or writes that another one has allocated, and that may be dropped before both
-have met again, is named by `used_here`: its memory is not reused before this stream has passed.
+Lifetimes follow from events; no memory is left to the allocator to watch (`record_stream`). A
+gathered buffer is allocated on the gather lane and read on the compute stream; it is released by
+resizing its storage, which hands the block back to the gather lane's pool. The compute stream marks
+that point, and the next gather begins behind it, so the block is never overwritten while a kernel
+still reads it. It marks the begin of each pass too, behind which shards are not written. Packed
+gradients, and gradients that are reduced where they are, are let go of once the reduce lane has
+waited for their collective; the compute stream waits for the lane before it allocates again.
+
+Host memory. What a lane copies there (`to_host`) is complete when the host has waited (`land`).
 
 On CPU every method does nothing.
 """
@@ -37,7 +40,13 @@ class Streams(Protocol):
     is_async: bool  # waiting for a collective inside a lane holds up the lane, not the host
 
     def lane(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Run the body on a lane, behind all that the compute stream has queued."""
+        """Run the body on a lane: "gather" behind the latest `mark`, "reduce" behind all that the
+        compute stream has queued.
+        """
+        ...
+
+    def mark(self) -> None:
+        """What is gathered from here on comes behind all that the compute stream has queued."""
         ...
 
     def record(self, name: str) -> Any:
@@ -48,10 +57,12 @@ class Streams(Protocol):
         """The compute stream waits for the event."""
         ...
 
-    def used_here(self, tensor: torch.Tensor) -> None:
-        """Keep the allocator from reusing the tensor's memory before the current stream has passed
-        this point. Free on the stream that it was made on.
-        """
+    def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        """A copy in host memory, by the current stream; not to be read before `land`."""
+        ...
+
+    def land(self) -> None:
+        """The host waits for what `to_host` has copied since."""
         ...
 
 
@@ -64,13 +75,19 @@ class NoStreams:
     def lane(self, name: str) -> contextlib.AbstractContextManager[None]:
         return self._nothing
 
+    def mark(self) -> None:
+        return None
+
     def record(self, name: str) -> Any:
         return None
 
     def wait(self, event: Any) -> None:
         return None
 
-    def used_here(self, tensor: torch.Tensor) -> None:
+    def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        return tensor
+
+    def land(self) -> None:
         return None
 
 
@@ -89,13 +106,22 @@ class DeviceStreams:
             "gather": self._module.Stream(device=device, priority=-1),
             "reduce": self._module.Stream(device=device, priority=-1),
         }
+        self._marked: Any = None  # an event that the gather lane has not waited for yet
+        self._copied: Any = None  # one behind the latest copy to the host
 
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[None]:
         stream = self._lanes[name]
-        stream.wait_stream(self._module.current_stream(self._device))
+        if name == "reduce":
+            stream.wait_stream(self._module.current_stream(self._device))
+        elif self._marked is not None:
+            stream.wait_event(self._marked)
+            self._marked = None
         with self._module.stream(stream):
             yield
+
+    def mark(self) -> None:
+        self._marked = self._module.current_stream(self._device).record_event()
 
     def record(self, name: str) -> Any:
         return self._lanes[name].record_event()
@@ -104,9 +130,16 @@ class DeviceStreams:
         if event is not None:
             self._module.current_stream(self._device).wait_event(event)
 
-    def used_here(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == self._device.type:  # shards on the host are not the allocator's
-            tensor.record_stream(self._module.current_stream(self._device))
+    def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        host.copy_(tensor, non_blocking=True)
+        self._copied = self._module.current_stream(self._device).record_event()
+        return host
+
+    def land(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
 
 # How the streams of a device are made, by its type; another one is `DeviceStreams`.

@@ -103,6 +103,12 @@ class Bucket:
     number: int = 0  # tells those of one transport apart, the same on all ranks
     follows: bool = False  # its reductions follow those of another bucket: none is missed alone
 
+    def separate_reductions(self, enable: bool) -> None:
+        """Reductions have a communicator of their own, where gathers have one. A collective."""
+
+    def allocate_by_group(self, enable: bool) -> None:
+        """Staging lies in memory of the process group's backend, where that has some."""
+
     def use_collective(self, kind: str, comm: Any) -> None:
         """Move it with the user's own "all_gather" or "reduce_scatter" from now on."""
         raise NotImplementedError(f"{self.name}: its transport takes no collectives of users")
@@ -140,7 +146,9 @@ DONE = Done()
 
 
 class GradBuffer(Protocol):
-    """Collects the full gradients of one reduction as they arrive."""
+    """Collects the full gradients of one reduction as they arrive. It may have `pack`: called on
+    accelerators when all have, on the stream that they came on; `reduce` is called on a lane.
+    """
 
     def put(self, index: int, grad: torch.Tensor) -> None:
         """Gradient of `layout.params[index]`: full shape, any float dtype. A second one adds."""

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from shardwise.comm.c10d.staging import C10dBucket
+from shardwise.comm.c10d.bucket import C10dBucket
 from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.shared_memory import SharedMemoryTransport
 from shardwise.comm.shared_memory.gather import SharedBucket

@@ -135,13 +135,23 @@ class UnitSettings:
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted for FSDP2's sake; gathers and reductions share the mesh's group here."""
+        """Reduce over a communicator of their own, so that gathers do not wait for reductions that
+        were issued before them. A collective. Off by default: on NCCL it costs the memory of
+        another communicator. Shared memory has none.
+        """
+        for unit in units_in(self, recurse):
+            unit.settings.separates_reductions = enable
+            unit.tell_transport()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted for FSDP2's sake; staging comes from torch's allocator here. Not together with
-        custom collectives, which allocate by themselves.
+        """Take staging from the memory that the process group's backend has registered, where it
+        has some (NCCL's user buffers). Not together with custom collectives, which allocate by
+        themselves.
         """
         self._check_own_comm("set_allocate_memory_from_process_group_for_comm")
+        unit = unit_of(self)
+        unit.settings.allocates_by_group = enable
+        unit.tell_transport()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not there yet; changes no number."""

@@ -7,13 +7,17 @@ The gathered buffer is parameter-major: every parameter is whole and contiguous 
 multiples of `ALIGN` elements, so that a rank's part starts where vector units like it; small parts
 are packed tight instead. All shard buffers have the size of the largest one (`chunk_numel`),
 so a rank's buffer is what a collective sends as it is.
+
+On accelerators, where each copy is a launch, parameters whose last parts have fewer rows than the
+first are padded to equal parts (`pads_rows`): one launch moves the whole bucket, as it does where
+all cuts are even.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -103,6 +107,7 @@ class ParamLayout:
     spec: ParamSpec
     cuts: Cuts
     full_offset: int
+    is_padded: bool = False  # all parts take the space of the first, which is the largest
 
     @property
     def name(self) -> str:
@@ -146,10 +151,22 @@ class ParamLayout:
         """The part that `rank` owns where it lies in a flat buffer, as a view."""
         return buffer[at : at + self.shard_numel(rank)].view(self.shard_shape(rank))
 
-    def shard_numels(self) -> list[int]:
-        """`shard_numel` of every rank."""
+    @property
+    def is_regular(self) -> bool:
+        """The whole is its parts end to end, which take equal space."""
+        return self.outer == 1 and (self.is_padded or self.cuts.is_exact)
+
+    def spaces(self) -> list[int]:
+        """Elements that the part of every rank takes in a buffer: `shard_numel`, or padded."""
+        if self.is_padded:
+            return [self.shard_numel(0)] * self.cuts.world
         row = self.outer * self.inner
         return [row * (stop - start) for start, stop in pairwise(self.cuts.bounds)]
+
+    @property
+    def full_space(self) -> int:
+        """Elements that the whole takes in the gathered buffer."""
+        return self.cuts.world * self.shard_numel(0) if self.is_padded else self.numel
 
 
 @dataclass(frozen=True)
@@ -180,7 +197,7 @@ class BucketLayout:
     @cached_property
     def full_numel(self) -> int:
         """Elements of the gathered buffer, padding included."""
-        return self.params[-1].full_offset + self.params[-1].numel if self.params else 0
+        return self.params[-1].full_offset + self.params[-1].full_space if self.params else 0
 
     def shard_offsets(self, rank: int) -> tuple[int, ...]:
         """Offset of every parameter in the shard buffer of `rank`."""
@@ -207,8 +224,12 @@ class BucketLayout:
             return True
         if len(self.params) != 1:
             return False
-        (p,) = self.params
-        return p.outer == 1 and p.cuts.is_exact
+        return self.params[0].is_regular
+
+    @cached_property
+    def is_regular(self) -> bool:
+        """All its parameters are, so one call packs or unpacks them."""
+        return all(p.is_regular for p in self.params)
 
     @cached_property
     def sends_padded(self) -> bool:
@@ -243,7 +264,7 @@ def pack_parts(
         return [((), 0)] * world
     known: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
     packings = []
-    for sizes in zip(*(p.shard_numels() for p in params), strict=True):
+    for sizes in zip(*(p.spaces() for p in params), strict=True):
         if sizes not in known:
             offsets, at = [], 0
             for numel in sizes:
@@ -261,15 +282,18 @@ def layout_bucket(
     reduce_dtype: torch.dtype,
     world: int,
     replicas: int = 1,
+    pads_rows: bool = False,
 ) -> BucketLayout:
-    """Pack parameters of one stored dtype in the order given."""
+    """Pack parameters of one stored dtype in the order given. `pads_rows`: see the module."""
     dtypes = {s.dtype for s in specs}
     if len(dtypes) != 1:
         raise ValueError(f"a bucket holds one stored dtype, found {sorted(map(str, dtypes))}")
     params, at = [], 0
     for spec in specs:
-        params.append(ParamLayout(spec, _cuts_of(spec, world), place(at, spec.numel)))
-        at = params[-1].full_offset + spec.numel
+        cuts = _cuts_of(spec, world)
+        param = ParamLayout(spec, cuts, 0, pads_rows and _is_to_pad(spec, cuts))
+        params.append(replace(param, full_offset=place(at, param.full_space)))
+        at = params[-1].full_offset + param.full_space
     return BucketLayout(tuple(params), dtypes.pop(), gather_dtype, reduce_dtype, world, replicas)
 
 
@@ -287,6 +311,15 @@ def group_by_dtype(
         key = (spec.is_complex, spec.dtype, gather, reduce, spec.grad_dtype)
         groups.setdefault(key, []).append(spec)
     return list(groups.values())
+
+
+def _is_to_pad(spec: ParamSpec, cuts: Cuts) -> bool:
+    """Cut as DTensor cuts: only the last parts are smaller, and what that pads is little."""
+    is_even = spec.cuts is None and bool(spec.shape)
+    if not is_even or cuts.is_exact or math.prod(spec.shape[: spec.shard_dim]) != 1:
+        return False
+    padded = cuts.world * cuts.size(0) * (spec.numel // cuts.rows)
+    return padding_pays(padded, spec.numel, spec.dtype)
 
 
 def _cuts_of(spec: ParamSpec, world: int) -> Cuts:

@@ -75,7 +75,8 @@ def pack_shards(layout: BucketLayout, *, padded: bool) -> Packing:
         sizes = [layout.chunk_numel] * layout.world
     else:
         sizes = [layout.shard_numel(r) for r in range(layout.world)]
-    return _pack(layout.params, [layout.shard_offsets(r) for r in range(layout.world)], sizes)
+    offsets = [layout.shard_offsets(r) for r in range(layout.world)]
+    return _pack(layout.params, offsets, sizes, with_padding=True)
 
 
 def pack_grads(layout: ReduceLayout, *, padded: bool) -> Packing:
@@ -84,19 +85,31 @@ def pack_grads(layout: ReduceLayout, *, padded: bool) -> Packing:
         sizes = [layout.chunk_numel] * layout.world
     else:
         sizes = [layout.data_numel(r) + len(layout.indices) for r in range(layout.world)]
-    return _pack(layout.params, [layout.offsets(r) for r in range(layout.world)], sizes)
+    offsets = [layout.offsets(r) for r in range(layout.world)]
+    return _pack(layout.params, offsets, sizes, with_padding=False)
 
 
 def _pack(
-    params: Sequence[ParamLayout], offsets: Sequence[tuple[int, ...]], sizes: Sequence[int]
+    params: Sequence[ParamLayout],
+    offsets: Sequence[tuple[int, ...]],
+    sizes: Sequence[int],
+    *,
+    with_padding: bool,
 ) -> Packing:
+    """`with_padding`: the whole has room for that of its parts; a gradient has none."""
     starts = tuple(accumulate(sizes, initial=0))
     places = [
         [start + at for at in rank_offsets]
         for start, rank_offsets in zip(starts, offsets, strict=False)
     ]
-    moves = tuple(_moves_of(i, p, [rank[i] for rank in places]) for i, p in enumerate(params))
-    return Packing(starts, moves)
+    moves: list[tuple[Move, ...]] = []
+    for i, param in enumerate(params):
+        places_of = [rank[i] for rank in places]
+        if with_padding and param.is_padded and param.numel:
+            moves.append((_move(i, param, list(range(param.cuts.world)), places_of),))
+        else:
+            moves.append(_moves_of(i, param, places_of))
+    return Packing(starts, tuple(moves))
 
 
 def _moves_of(index: int, param: ParamLayout, places: Sequence[int]) -> tuple[Move, ...]:

@@ -4,9 +4,10 @@
                                                       '- one per parameter: ranks with a gradient
 
 Only trainable parameters are in it, packed without gaps, so frozen parameters cost nothing; it is
-rebuilt when a `requires_grad` changes. All chunks have the size of the largest (`chunk_numel`). The
-counts ride at the end of the chunk at the same place for every rank; only "zero or not" is read
-from them, which a sum of ones keeps exact in any dtype.
+rebuilt when a `requires_grad` changes. All chunks have the size of the largest (`chunk_numel`), in
+multiples of 16 bytes, which collectives on accelerators move fastest. The counts ride at the end of
+the chunk at the same place for every rank; only "zero or not" is read from them, which a sum of
+ones keeps exact in any dtype.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from functools import cached_property
 import torch
 
 from shardwise.layout.bucket import BucketLayout, ParamLayout, pack_parts, padding_pays
+
+CHUNK_BYTES = 16  # a chunk is a multiple of it
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,15 @@ class ReduceLayout:
         return pack_parts(self.params, self.world, lambda at, _: at)
 
     @cached_property
-    def counts_offset(self) -> int:
-        """Where the counts start in every chunk."""
+    def largest_numel(self) -> int:
+        """`data_numel` of the rank that receives most."""
         return max(end for _, end in self._packings)
+
+    @cached_property
+    def counts_offset(self) -> int:
+        """Where the counts start in every chunk: they end where it does."""
+        num, unit = len(self.indices), max(CHUNK_BYTES // self.dtype.itemsize, 1)
+        return -(-(self.largest_numel + num) // unit) * unit - num
 
     @cached_property
     def chunk_numel(self) -> int:
@@ -73,21 +82,25 @@ class ReduceLayout:
     @cached_property
     def sends_padded(self) -> bool:
         """True when one padded reduce-scatter is preferred over a reduce of each exact chunk."""
-        return padding_pays(self.world * self.chunk_numel, self._exact_numel, self.dtype)
+        padded = self.world * self.chunk_numel
+        return self.world == 1 or padding_pays(padded, self._exact_numel, self.dtype)
 
     @property
     def packed_numel(self) -> int:
         """Elements that every rank puts in: all ranks' chunks, padded or exact."""
         return self.world * self.chunk_numel if self.sends_padded else self._exact_numel
 
+    @property
+    def is_regular(self) -> bool:
+        """One call packs all gradients: every parameter is cut along its first dim into parts of
+        equal space.
+        """
+        by_rows = all(p.spec.shape and p.spec.shard_dim == 0 for p in self.params)
+        return by_rows and all(p.is_regular and p.numel for p in self.params)
+
     @cached_property
     def _exact_numel(self) -> int:
         return sum(end for _, end in self._packings) + self.world * len(self.indices)
-
-    @property
-    def is_exact(self) -> bool:
-        """True when every parameter is cut into equal parts, so all chunks have one layout."""
-        return all(p.cuts.is_exact for p in self.params)
 
 
 def layout_reduce(bucket: BucketLayout, trainable: tuple[bool, ...] | None = None) -> ReduceLayout:

@@ -66,7 +66,7 @@ class UnitLayout:
     @property
     def num_trained(self) -> int:
         """Elements with a gradient of the rank that owns most."""
-        return sum(r.counts_offset for r in self._last_reduces)
+        return sum(r.largest_numel for r in self._last_reduces)
 
     @property
     def _last_reduces(self) -> list[ReduceLayout]:
@@ -82,7 +82,7 @@ class UnitLayout:
     @property
     def grad_bytes(self) -> int:
         """Bytes of the sharded gradients of the rank that owns most."""
-        return sum(r.counts_offset * r.bucket.grad_dtype.itemsize for r in self._last_reduces)
+        return sum(r.largest_numel * r.bucket.grad_dtype.itemsize for r in self._last_reduces)
 
     @property
     def refreshes(self) -> tuple[Collective, ...]:
@@ -124,8 +124,12 @@ def layout_unit(
     policy: MixedPrecisionPolicy,
     world: int,
     replicas: int = 1,
+    on_accelerator: bool = False,
 ) -> UnitLayout:
-    """Sort parameters into buckets and lay each one out."""
+    """Sort parameters into buckets and lay each one out; on an accelerator with padded rows, unless
+    the strategy cuts what is gathered once more.
+    """
+    is_cut_again = strategy.splits_replicas or bool(strategy.forward_world)
     gather = {s.name: s.dtype if s.keeps_dtype else policy.gather_dtype(s.dtype) for s in specs}
     reduce = {s.name: policy.sum_dtype(s.grad_dtype or gather[s.name]) for s in specs}
     buckets = tuple(
@@ -135,6 +139,7 @@ def layout_unit(
             reduce_dtype=reduce[group[0].name],
             world=world,
             replicas=replicas,
+            pads_rows=on_accelerator and not is_cut_again,
         )
         for group in group_by_dtype(specs, gather, reduce)
     )

@@ -1,61 +1,57 @@
 """The transport over torch.distributed process groups: Gloo on CPU, NCCL on CUDA, any other.
 
-    gather   shard buffer -> (cast) -> all-gather -> one strided copy per run -> gathered buffer
-    reduce   gradients -> one strided copy per run -> reduce-scatter -> times scale
+    gather   shard buffer -> (cast) -> all-gather -> copy-out -> gathered buffer
+    reduce   gradients -> copy-in -> reduce-scatter -> times scale
 
-One collective per bucket and direction. A bucket whose gathered buffer is rank-major by itself
-(`layout.is_rank_major`) is gathered in place, without staging. Buckets that padding would inflate
-(`sends_padded` is False) are moved by one broadcast, or reduce, per owning rank. An axis of size 1
-issues nothing. Fused copy-in and copy-out are FSDP2's idea; runs (`layout.moves`) make them one or
-two copies per parameter also where cuts are uneven.
+One collective per bucket and direction, one call for a copy where all parts take equal space, else
+one or two strided copies per parameter (`layout.moves`). A bucket whose gathered buffer is
+rank-major by itself (`layout.is_rank_major`) is gathered in place, without staging; on accelerators
+so are buckets of large parameters (`in_place`). Buckets that padding would inflate (`sends_padded`
+is False) are moved by one broadcast, or reduce, per owning rank. An axis of size 1 issues nothing.
+Fused copy-in and copy-out are FSDP2's idea.
 
 Process groups order collectives by themselves, so entering and leaving the engine need no fence
 here: positions only go into error texts. All ranks must issue the same collectives in the same
 order.
 
 Streams (CUDA): everything is enqueued on the caller's current stream, `wait` included. Who issues
-on a lane waits on that lane, and makes the compute stream wait for it before it computes on. The
-caller may drop a shard or a gradient once it was handed over, though a lane still reads it: these
-two are marked by `used_here`. Staging needs no mark: it goes on the lane that used it last, before
-anything is allocated on another stream that is not behind that lane. `out` is the caller's, who
-keeps it until `wait` has returned. (tests/races holds all of it.)
+on a lane waits on that lane, and makes the compute stream wait for it before it computes on. Until
+then a handle keeps what its collectives read and write; gradients are packed before (`pack`), on
+the stream that they came on. (tests/races holds all of it.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER, backend_name
+from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER, backend_name, coalesces
 from shardwise.comm.c10d import tree as tree_sums
-from shardwise.comm.c10d.staging import (
-    C10dBucket,
-    GatherPlan,
-    GatherStaging,
-    PackedGrads,
-    ReducePlan,
-    ReduceStaging,
+from shardwise.comm.c10d.bucket import C10dBucket
+from shardwise.comm.c10d.in_place import (
+    WIRE_DTYPES,
+    GradsInPlace,
+    InPlaceGather,
+    gather_pays,
+    reduce_pays,
 )
+from shardwise.comm.c10d.packed_grads import PackedGrads, ReducePlan
+from shardwise.comm.c10d.staging import GatherPlan, GatherStaging
+from shardwise.comm.groups import on_host
 from shardwise.comm.ordered import Issued, Ordered
 from shardwise.comm.transport import DONE, Axis, GradBuffer, Handle
 from shardwise.comm.tree_sum import TreeSum
 from shardwise.comm.watch import ORIGINALS, is_watched
 from shardwise.layout import BucketLayout, Packing, ReduceLayout
 
-# Every backend moves these; others are gathered as bytes (Gloo has no float8 or int16, NCCL no
-# int16).
-_WIRE_DTYPES = frozenset(
-    (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int32, torch.int64, torch.uint8, torch.int8),
-    )
-)
 CPU = torch.device("cpu")
-_OF_SHARDS = frozenset(("all_gather", "broadcast"))  # collectives that move whole buckets
+_OF_SHARDS = frozenset(
+    ("all_gather", "all_gather_all", "broadcast")
+)  # collectives that move whole buckets
 _ABSENT = object()  # is no function's original
 
 
@@ -69,6 +65,7 @@ class C10dTransport(Ordered[C10dBucket]):
         super().__init__(shard, replicate, device)
         self._num_attached = 0
         self._sums_by_gloo: bool | None = None  # asked at the first reduction
+        self._starts_several: bool | None = None  # asked at the first gather
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> C10dBucket:
         self._shard.check(name, layout.world)
@@ -86,11 +83,13 @@ class C10dTransport(Ordered[C10dBucket]):
             return DONE
         if not out.numel():
             return DONE
-        if self._streams.is_async:
-            self._streams.used_here(shard)  # whose owner may go while the lane still reads
-        plan = GatherPlan.of(bucket)
+        plan = bucket.gather_plan or GatherPlan.of(bucket)
         custom = bucket.all_gather
-        staging = None if plan.in_place else GatherStaging.take(bucket, plan, out, custom)
+        is_async = self._streams.is_async
+        if is_async and custom is None and self._coalesces and gather_pays(bucket.layout):
+            return self._gather_in_place(bucket, shard, out)
+        memory = bucket.memory if custom is None else custom
+        staging = None if plan.in_place else GatherStaging.take(bucket, plan, out, memory)
         packed = out if staging is None else staging.packed
         if shard.dtype != out.dtype or shard.device != out.device or not plan.padded:
             own = plan.packing.chunk(out, bucket.shard.rank) if staging is None else staging.own
@@ -100,21 +99,42 @@ class C10dTransport(Ordered[C10dBucket]):
             call = _all_gather if custom is None else _users("all_gather", custom)
             works = [self._issue(bucket, call, packed, shard, bucket.shard.group)]
         else:
-            works = self._per_owner(bucket, _broadcast, plan.packing, packed)
+            works = self._per_owner(bucket, _broadcast, plan.packing, packed, bucket.shard.group)
         # The collective reads the shard until then.
         unpack = None if staging is None else staging.unpack
         return Issued(self, bucket, works, "gather", unpack, shard)
+
+    def _gather_in_place(
+        self, bucket: C10dBucket, shard: torch.Tensor, out: torch.Tensor
+    ) -> Handle:
+        views = InPlaceGather.take(bucket, shard, out)
+        views.fill()
+        works = [
+            self._issue(bucket, _all_gather_all, views.wholes, views.parts, bucket.shard.group)
+        ]
+        return Issued(self, bucket, works, "gather", views.give_back, shard)
+
+    @property
+    def _coalesces(self) -> bool:
+        """On a device: several collectives can start as one."""
+        if self._starts_several is None:
+            self._starts_several = coalesces(self._shard.group, self._device)
+        return self._starts_several
 
     def grad_buffer(
         self, bucket: C10dBucket, layout: ReduceLayout, out: torch.Tensor, pre_scale: float = 1.0
     ) -> GradBuffer:
         plan = ReducePlan.of(bucket, layout)
-        custom = bucket.reduce_scatter
-        return PackedGrads(plan, ReduceStaging.take(bucket, plan, out, custom), pre_scale)
+        can = self._streams.is_async and bucket.shard.size > 1 and bucket.reduce_scatter is None
+        if can and self._coalesces and reduce_pays(layout):
+            return GradsInPlace(bucket, plan, out, pre_scale)
+        return PackedGrads(bucket, plan, out, pre_scale)
 
     def reduce(
         self, bucket: C10dBucket, grads: GradBuffer, out: torch.Tensor, scale: float
     ) -> Handle:
+        if isinstance(grads, GradsInPlace):
+            return self._reduce_in_place(bucket, grads, out, scale)
         assert isinstance(grads, PackedGrads), (
             f"{type(grads).__name__} was made by another transport"
         )
@@ -135,9 +155,9 @@ class C10dTransport(Ordered[C10dBucket]):
             )
             in_place = custom is None and self._scatters_by_all_reduce(packed)
             call = _reduce_in_place if in_place else call
-            works = [self._issue(bucket, call, out, packed, bucket.shard.group)]
+            works = [self._issue(bucket, call, out, packed, bucket.group_of_sums)]
         else:
-            works = self._per_owner(bucket, _reduce, plan.packing, packed)
+            works = self._per_owner(bucket, _reduce, plan.packing, packed, bucket.group_of_sums)
 
         def finish() -> None:
             if not plan.padded:
@@ -148,6 +168,13 @@ class C10dTransport(Ordered[C10dBucket]):
             _scale(out, scale)
 
         return Issued(self, bucket, works, "reduce", finish)
+
+    def _reduce_in_place(
+        self, bucket: C10dBucket, grads: GradsInPlace, out: torch.Tensor, scale: float
+    ) -> Handle:
+        read, written = grads.take()
+        works = [self._issue(bucket, _reduce_scatter_all, written, read, bucket.group_of_sums)]
+        return Issued(self, bucket, works, "reduce", partial(_scale, out, scale), read)
 
     def all_reduce(self, bucket: C10dBucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
@@ -163,6 +190,8 @@ class C10dTransport(Ordered[C10dBucket]):
         tree: TreeSum,
         leaves: tuple[int | None, ...],
     ) -> Handle:
+        if isinstance(grads, GradsInPlace):
+            grads = grads.packed()
         assert isinstance(grads, PackedGrads), f"{type(grads).__name__} is another transport's"
         return tree_sums.collect(self, self._issue, bucket, grads, out, tree, leaves)
 
@@ -170,17 +199,21 @@ class C10dTransport(Ordered[C10dBucket]):
         return tree_sums.complete(self, self._issue, bucket, tree)
 
     def agree(self, flags: list[bool]) -> list[bool]:
-        """One small MAX all-reduce per axis with peers. The host waits: it steers by the answer."""
+        """One small MAX all-reduce per axis with peers. The host waits, because it steers by the
+        answer: for its peers, and not for what they have queued on their devices (`on_host`).
+        """
         axes = [axis for axis in (self._shard, self._replicate) if axis.size > 1]
         if not axes or not flags:
             return list(flags)
-        votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
         for check in self._checks:
             check.note("agreement", f"{len(flags)} flags", len(flags))
         for axis in axes:
-            work = dist.all_reduce(votes, dist.ReduceOp.MAX, axis.group, async_op=True)
-            self.wait_for(work, "all_reduce of what ranks agree on")
-        return [bool(vote) for vote in votes.tolist()]
+            group, device = on_host(axis.ranks, axis.group, self._device)
+            votes = torch.tensor(flags, dtype=torch.int32, device=device)
+            work = dist.all_reduce(votes, dist.ReduceOp.MAX, group, async_op=True)
+            self.wait_for(work, "all_reduce of what ranks agree on", on_host=device.type == "cpu")
+            flags = [bool(vote) for vote in votes.tolist()]
+        return flags
 
     def close(self) -> None:
         """Nothing to give back: process groups belong to the mesh."""
@@ -205,14 +238,19 @@ class C10dTransport(Ordered[C10dBucket]):
             raise self.failure(f"{call.__name__.strip('_')} of {bucket.name}", error) from error
 
     def _per_owner(
-        self, bucket: C10dBucket, call: Callable[..., Any], packing: Packing, packed: torch.Tensor
+        self,
+        bucket: C10dBucket,
+        call: Callable[..., Any],
+        packing: Packing,
+        packed: torch.Tensor,
+        group: dist.ProcessGroup | None,
     ) -> list[Any]:
         """One collective for each rank's part that is not empty."""
         works = []
         for rank, owner in enumerate(bucket.shard.ranks):
             part = packing.chunk(packed, rank)
             if part.numel():
-                works.append(self._issue(bucket, call, part, owner, bucket.shard.group))
+                works.append(self._issue(bucket, call, part, owner, group))
         return works
 
 
@@ -228,14 +266,14 @@ def _factor(scale: float) -> torch.Tensor:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _WIRE_DTYPES else tensor.view(torch.uint8)
+    return tensor if tensor.dtype in WIRE_DTYPES else tensor.view(torch.uint8)
 
 
 # Functions of torch.distributed are looked up at each call: tools count and replace them there. The
 # usual call goes to the process group at once, since the function takes as long again as the group
 # does. Older names warn since 2.13, newer ones do not exist before.
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    if out.dtype not in _WIRE_DTYPES:
+    if out.dtype not in WIRE_DTYPES:
         out, part = out.view(torch.uint8), part.view(torch.uint8)
     call = getattr(dist, "all_gather_single", None)
     if call is ORIGINALS.get("all_gather_single", _ABSENT) and group is not None:
@@ -251,6 +289,22 @@ def _reduce_scatter(
         return group.reduce_scatter_single(out, packed, REDUCE_SCATTER)  # type: ignore[attr-defined]
     call = call or dist.reduce_scatter_tensor
     return call(out, packed, op=dist.ReduceOp.SUM, group=group, async_op=True)
+
+
+def _all_gather_all(
+    wholes: list[torch.Tensor], parts: list[torch.Tensor], group: dist.ProcessGroup | None
+) -> Any:
+    return _group(group).allgather_into_tensor_coalesced(wholes, parts, ALL_GATHER)
+
+
+def _reduce_scatter_all(
+    written: list[torch.Tensor], read: list[torch.Tensor], group: dist.ProcessGroup | None
+) -> Any:
+    return _group(group).reduce_scatter_tensor_coalesced(written, read, REDUCE_SCATTER)
+
+
+def _group(group: dist.ProcessGroup | None) -> Any:
+    return dist.group.WORLD if group is None else group
 
 
 def _reduce_in_place(out: Any, packed: torch.Tensor, group: dist.ProcessGroup | None) -> Any:

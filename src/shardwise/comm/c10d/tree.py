@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.c10d.staging import C10dBucket, PackedGrads
+from shardwise.comm.c10d.bucket import C10dBucket
+from shardwise.comm.c10d.packed_grads import PackedGrads
 from shardwise.comm.ordered import Issued, Ordered
 from shardwise.comm.transport import DONE, Handle
 from shardwise.comm.tree_sum import TreeSum, fold_pieces
@@ -45,11 +46,11 @@ def collect(
     sizes = [plan.packing.chunk(packed, r).numel() for r in range(world)]
     own, data = sizes[bucket.shard.rank], plan.own[1]
     received = packed.new_empty(world * own)
-    works = [issue(bucket, _all_to_all, received, packed, [own] * world, sizes, bucket.shard.group)]
+    works = [
+        issue(bucket, _all_to_all, received, packed, [own] * world, sizes, bucket.group_of_sums)
+    ]
 
     def finish() -> None:
-        bucket.streams.used_here(packed)
-        bucket.streams.used_here(received)
         for leaf, part in zip(leaves, received.split(own), strict=True):
             if leaf is not None:
                 tree.put(leaf, part[:data], part[own - num :])
@@ -86,8 +87,6 @@ def complete(
     ]
 
     def finish() -> None:
-        bucket.streams.used_here(sent)
-        bucket.streams.used_here(received)
         held = received.view(-1, piece).split(num_nodes)
         own = fold_pieces(tree.holdings, [nodes.unbind() for nodes in held])
         whole = own.new_empty(replicas * piece)

@@ -226,9 +226,11 @@ class BackwardPass:
                 reduction.advance()
 
     def finish_reductions(self) -> None:
-        """Wait for all and deliver."""
+        """Wait for all and deliver. Control is the user's next, who reads what is on the host."""
         while self._in_flight:
             self._finish_oldest()
+        for streams in self.context.lanes:
+            streams.land()
 
     def rest(self) -> None:
         """Release what is gathered."""

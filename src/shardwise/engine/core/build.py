@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.comm.choose import ANYWHERE, open_transport
+from shardwise.comm.streams import streams_for
 from shardwise.comm.transport import Axis, Transport
 from shardwise.engine.core.bucket import BucketState, kind_of, own_part
 from shardwise.engine.core.parameter import Belongings, ShardedParam, Slot, home_of
@@ -204,6 +205,7 @@ def _buckets_on(
         policy=plan.policy,
         world=mesh.shard.size,
         replicas=mesh.replicate.size,
+        on_accelerator=streams_for(mesh.device).is_async,
     )
     by_name = {f.name: f for f in found}
     buckets = []

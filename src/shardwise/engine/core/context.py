@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch_compat import graph_task
 from shardwise.comm.phases import Entered, Wire, abandon_phases, enter_all, leave_all
+from shardwise.comm.streams import Streams
 from shardwise.comm.transport import WITHOUT_GRADIENTS
 from shardwise.engine.core.backward import BackwardPass, end_now
 from shardwise.engine.core.copy import WISH
@@ -67,6 +68,7 @@ class Context:
         self.keeps_some = False  # copies stay between forwards, by a strategy or by wish
         self.may_hold = False  # copies that users asked to keep may be there, on any rank
         self.weight = Weight()
+        self.lanes: set[Streams] = set()  # of units whose work runs beside the host's
         self._reached: set[weakref.ref[Unit]] = set()  # without sync, see `reduce_partials`
 
     # -- units -----------------------------------------------------------------------------------
@@ -82,6 +84,7 @@ class Context:
                 self.moments.take_over(before.moments)
             self.keeps_some |= unit.keeps_between_steps or unit.may_stay_without_grad
             unit.context, unit.gradients.weight = self, self.weight
+            self.lanes |= {unit.streams} if unit.streams.is_async else set()
             if all(ref() is not unit for ref in self._units):
                 self._units.append(weakref.ref(unit))
 
@@ -118,6 +121,8 @@ class Context:
         for unit in self.units:
             if unit.mark.moved or not unit.is_registered():
                 refresh(unit)  # before the phase, whose fence tells the peers of new buffers
+        for streams in self.lanes:  # gathers of this pass come behind writes to shards before it
+            streams.mark()
         has_grad = torch.is_grad_enabled()
         self.is_alone = not has_grad and all(map(_serves_alone, self.units))
         if self.is_alone:
@@ -261,6 +266,8 @@ class Context:
     def begin_backward(self) -> BackwardPass:
         backward = self.backward = BackwardPass(self)
         backward.watch_end()
+        for streams in self.lanes:  # gathers of this pass come behind writes to shards before it
+            streams.mark()
         self._enter("backward", "")
         for tell in self.moments.before_backward:
             tell(backward)

@@ -26,6 +26,7 @@ A forward that runs, of the unit or of one that borrows its parameters, is count
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,4 +147,13 @@ class FullCopy:
             self.wait()
         for bucket in self.buckets:
             bucket.release(after)
+        if self.streams.is_async:
+            self.streams.mark()  # the memory serves others, behind what has read it
         self.is_there = False
+
+    def __del__(self) -> None:
+        """A gather is on its way: shards and full parameters, whose memory goes with this, come
+        behind it.
+        """
+        if getattr(self, "event", None) is not None and not sys.is_finalizing():
+            self.streams.wait(self.event)

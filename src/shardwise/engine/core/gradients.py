@@ -432,6 +432,8 @@ class Gradients:
     def issue_bucket(self, bucket: BucketGrads, *, joins: Missing | None = None) -> Reduction:
         if not self.streams.is_async:
             return self.route.issue(self, bucket, joins=joins)
+        if (pack := getattr(bucket.buffer, "pack", None)) is not None:
+            pack()  # on the stream that gradients came on: no other reads them
         with self.streams.lane("reduce"):
             return self.route.issue(self, bucket, joins=joins)
 
@@ -442,6 +444,7 @@ class Gradients:
         waiting = [bucket for bucket in self.buckets if bucket.has_partial]
         for reduction in [bucket.issue(self.scale(bucket), True) for bucket in waiting]:
             reduction.finish(run_hooks=False)
+        self.streams.land()
         for bucket in waiting:
             bucket.tally.clear()
         self.weight.count = None

@@ -99,12 +99,15 @@ class Reduction:
         grads, layout = self.grads, self.layout
         state = grads.state
         grads.tally.delivered += 1
-        data = self.out.to(state.layout.grad_dtype)  # itself where it is so already
-        if state.offload:
-            data = data.to("cpu")
         receivers = grads.receivers
         if receivers is None or receivers.key != (layout, state.num_forms):
             receivers = grads.receivers = Receivers(state, layout)
+        data = self.out.to(state.layout.grad_dtype)  # itself where it is so already
+        if state.offload:
+            streams = state.unit().streams
+            data = streams.to_host(data, pinned=state.pins_memory)
+            if receivers.are_read_at_once:
+                streams.land()
         # The count is read only where this rank had no gradient, so the usual step never waits for
         # the device.
         had = None
@@ -133,6 +136,14 @@ class Receivers:
         has_all = all(numel for _, numel, _ in self._places)
         like = [torch.empty(shape, device="meta") for _, _, shape in self._places]
         self._like = like if is_dense and has_all else None
+
+    @property
+    def are_read_at_once(self) -> bool:
+        """Delivering reads the sums: it adds them to others, or hooks see them."""
+        held = (param.sharded for param in self._params)
+        return any(
+            p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks for p in held
+        )
 
     def add(self, data: torch.Tensor, had: list[bool] | None, *, run_hooks: bool) -> None:
         """Add this rank's parts to `.grad`; `had`: of which parameters any rank had a gradient,

@@ -123,7 +123,7 @@ class Unit:
                 param.unit = ref
         self.gradients.buckets = [BucketGrads(b, lambda: settle_by(ref)) for b in self.buckets]
         self.copy.buckets, self.copy.shows_shards = self.buckets, True
-        self._tell_transport()
+        self.tell_transport()
         self._make_parts()
         self._find_wires()
 
@@ -133,7 +133,7 @@ class Unit:
                 if bucket.bucket is not None and bucket.part is None:
                     bucket.make_part(self.strategy.forward_world, self.plan.open)
 
-    def _tell_transport(self) -> None:
+    def tell_transport(self) -> None:
         """Tell by whose collectives buckets are moved, and remember whose gradients they carry."""
         for grads in self.gradients.buckets:
             bucket = grads.state.bucket
@@ -141,6 +141,8 @@ class Unit:
                 grads.carry_in(bucket)
                 for kind, comm in self.custom_comms.items():
                     bucket.use_collective(kind, comm)
+                bucket.separate_reductions(self.settings.separates_reductions)
+                bucket.allocate_by_group(self.settings.allocates_by_group)
 
     def _find_wires(self) -> None:
         """The wires that this unit's collectives go over, the transports of its gathers, and the
@@ -234,7 +236,7 @@ class Unit:
             self.reshard()
             rebuild(self)
         self.custom_comms[kind] = comm
-        self._tell_transport()
+        self.tell_transport()
 
     def tie(self, ties: list[Tie]) -> None:
         """Register, in slots of this unit's modules, parameters that belong to other units.
@@ -269,7 +271,7 @@ class Unit:
                 bucket.forget_forms()
                 bucket.register_sharded()
                 bucket.make_full()
-        self._tell_transport()
+        self.tell_transport()
         self._make_parts()
         self._find_wires()
 
@@ -350,6 +352,7 @@ class Unit:
         self.copy.holds |= USER
         self.was_unsharded = True
         self.context.may_hold = self.context.keeps_some = True
+        self.streams.mark()
         with phase_on(self.wires, "unshard", self.name):
             if self.middles and graph_task() is None:  # a backward uses the values of its forward
                 self.context.agree_on_stale_copies([self])

@@ -34,7 +34,8 @@ _COMPARED = "the weights of all ranks, to compare them"
 _UNFILLED = "_shardwise_unfilled"
 _TOLD = "_shardwise_told"
 _INT_SENTINEL = -86  # what an unfilled integer buffer is set to; floats are set to NaN
-_CHUNK = 4096
+_CHUNK = 4096  # words that one of the sums is of
+_ROWS = 1024  # of them by one call, which takes 32 MiB: sums are of 64-bit words
 
 
 # -- ranks that start from different weights -----------------------------------------------------
@@ -62,7 +63,8 @@ def synchronize(named: list[tuple[str, torch.Tensor]], mesh: ShardMesh) -> None:
 def _synchronize_over(
     tensors: list[tuple[str, torch.Tensor]], axis: Axis, device: torch.device
 ) -> None:
-    sums = torch.stack([checksum(t) for _, t in tensors]).to(device)
+    # Tensors of one unit may lie on several devices.
+    sums = torch.stack([checksum(t).to(device) for _, t in tensors])
     # A rank may build or read its model for long before it comes here: it is waited for, and named.
     everybody = gather_tensors(sums, axis.group, _COMPARED, limit_s=math.inf)
     differs = torch.stack([s != everybody[0] for s in everybody]).any(0).any(-1).tolist()
@@ -87,10 +89,13 @@ def checksum(t: torch.Tensor) -> torch.Tensor:
     """Two int64 numbers of the bytes of a tensor: a plain sum, and one weighted by position."""
     flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
     words = flat[: flat.numel() // 4 * 4].view(torch.int32)
-    parts = [words[i : i + _CHUNK].sum(dtype=torch.int64) for i in range(0, words.numel(), _CHUNK)]
-    parts.append(flat[flat.numel() // 4 * 4 :].sum(dtype=torch.int64))
-    sums = torch.stack(parts)
-    place = torch.arange(1, len(parts) + 1, device=sums.device)
+    parts = [flat[flat.numel() // 4 * 4 :].sum(dtype=torch.int64).view(1)]
+    for block in words.split(_ROWS * _CHUNK):
+        filled = block.numel() // _CHUNK * _CHUNK
+        parts.append(block[:filled].view(-1, _CHUNK).sum(1, dtype=torch.int64))
+        parts.append(block[filled:].sum(dtype=torch.int64).view(1))
+    sums = torch.cat(parts)
+    place = torch.arange(1, len(sums) + 1, device=sums.device)
     return torch.stack([sums.sum(), (sums * place).sum()])
 
 

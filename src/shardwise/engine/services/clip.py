@@ -150,10 +150,15 @@ def _local_power(
     locals_: list[torch.Tensor], norm_type: float, device: torch.device
 ) -> torch.Tensor:
     """Sum of |x|^p over this rank's parts (the largest |x| for inf), in float32."""
-    filled = [t for t in locals_ if t.numel()]
-    if not filled:
+    parts = []
+    for own in {t.device for t in locals_ if t.numel()}:
+        there = [t for t in locals_ if t.numel() and t.device == own]
+        norms = torch.stack([n.float() for n in foreach_norm(there, norm_type)])
+        part = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+        parts.append(part.to(device))  # offloaded gradients: one number moves, not one for each
+    if not parts:
         return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch.stack(
-        [n.to(device=device, dtype=torch.float32) for n in foreach_norm(filled, norm_type)]
-    )
-    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+    if len(parts) == 1:
+        return parts[0]
+    stacked = torch.stack(parts)
+    return stacked.max() if math.isinf(norm_type) else stacked.sum()

@@ -92,6 +92,7 @@ class Stepper:
 
     def step(self, unit: Unit) -> None:
         """Step the parameters of one unit that have a gradient, and free it."""
+        unit.streams.land()
         own = {id(p.sharded) for p in unit.params if p.sharded.grad is not None}
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]

@@ -1,0 +1,70 @@
+"""The bucket of process groups: a layout with its plans, the buffers that are used again, and the
+user's own collectives.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.groups import for_reductions
+from shardwise.comm.transport import Bucket
+
+if TYPE_CHECKING:
+    from shardwise.comm.c10d.in_place import InPlaceGather
+    from shardwise.comm.c10d.packed_grads import ReducePlan, ReduceStaging
+    from shardwise.comm.c10d.staging import GatherPlan, GatherStaging
+
+
+class GroupMemory:
+    """Staging from the memory that a process group's backend has registered (NCCL's user buffers);
+    torch's where it has none. Like a user's collective, of which this is the first half.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        backend: Any = (self._group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+        if backend.supports_tensor_alloc(device):
+            flat = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+            return flat.view(size)
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class C10dBucket(Bucket):
+    """See the module docstring."""
+
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    memory: GroupMemory | None = None  # where staging is not torch's
+    reduce_group: Any = None  # where reductions have a communicator of their own
+    gather_plan: GatherPlan | None = None
+    gather_staging: GatherStaging | InPlaceGather | None = None
+    gathered_to: weakref.ref[torch.Tensor] | None = None
+    reduce_plan: ReducePlan | None = None
+    reduce_staging: ReduceStaging | None = None
+
+    @property
+    def group_of_sums(self) -> Any:
+        return self.shard.group if self.reduce_group is None else self.reduce_group
+
+    def separate_reductions(self, enable: bool) -> None:
+        alone = self.shard.size == 1 or not enable
+        self.reduce_group = None if alone else for_reductions(self.shard.ranks)
+
+    def allocate_by_group(self, enable: bool) -> None:
+        alone = self.shard.size == 1 or not enable
+        self.memory = None if alone else GroupMemory(self.shard.group)
+
+    def use_collective(self, kind: str, comm: Any) -> None:
+        assert kind in ("all_gather", "reduce_scatter"), kind
+        setattr(self, kind, comm)

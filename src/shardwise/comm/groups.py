@@ -1,0 +1,44 @@
+"""Process groups beside those of the mesh, kept as long as the process group lives.
+
+on_host          for what hosts tell each other while their devices compute. A collective of
+                 device tensors whose answer the host reads makes it wait until the device has
+                 done all that is queued. Flags that steer the host go over Gloo instead: by the
+                 mesh's own group where that serves CPU tensors too ("cpu:gloo,cuda:nccl")
+for_reductions   a communicator of their own: on one, a gather waits for the reduction that was
+                 issued before it
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shardwise._torch_compat import backend_name
+from shardwise.comm.kept import kept
+
+CPU = torch.device("cpu")
+Group = dist.ProcessGroup | None
+
+
+def on_host(
+    ranks: tuple[int, ...], group: Group, device: torch.device
+) -> tuple[Group, torch.device]:
+    """A group of these ranks that moves CPU tensors, and the CPU; where Gloo is missing the group
+    as it is, and its device. A collective of the ranks when it is called first.
+    """
+    if device.type == "cpu" or backend_name(group, CPU):
+        return group, CPU
+    if not dist.is_gloo_available():
+        return group, device
+    known = kept("host groups")
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+    return known[ranks], CPU
+
+
+def for_reductions(ranks: tuple[int, ...]) -> Group:
+    """One for all meshes of these ranks. A collective of them when it is called first."""
+    known = kept("reduce groups")
+    if ranks not in known:
+        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return known[ranks]
