@@ -112,7 +112,7 @@ def test_gathers_overlap_with_the_unit_before(rank: int, world: int) -> None:
     finish = f"{issue} | event reduce | wait reduce"
     # The gather of the unit before is issued ahead of each reduction.
     assert backward == (
-        f"mark | {GATHER} | wait gather | {GATHER} | {issue} | mark | "  # R, L2 ahead, R reduced
+        f"{GATHER} | wait gather | {GATHER} | {issue} | mark | "  # R, L2 ahead, R reduced
         f"wait gather | {GATHER} | {issue} | mark | back L2 | "  # L1 ahead of L2's computing
         f"wait gather | {GATHER} | {finish} | {issue} | mark | back L1 | "  # two are in flight
         f"wait gather | {finish} | {issue} | {finish} | {finish} | land | mark"

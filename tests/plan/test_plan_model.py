@@ -114,7 +114,7 @@ def test_what_a_rank_keeps() -> None:
     part = 8 * 8 * 4 // 4
     assert [u.kept_bytes for u in plan.units] == [4 * part] * 2
     assert plan.gathered_bytes == 2 * 8 * 8 * 4
-    gather, reduce = 3 * part, round(3 / 4 * (4 * part + 4 * 4))
+    gather, reduce = 3 * part, 3 * (part + 16)  # the count of 4 bytes, rounded up
     assert [u.received_bytes for u in plan.units] == [2 * gather + reduce, gather + reduce]
     hybrid = plan_model(
         model,
@@ -127,7 +127,7 @@ def test_what_a_rank_keeps() -> None:
     assert [u.kept_bytes for u in hybrid.units] == [4 * part + 8 * 8 * 2 // 2] * 2
     middle = 8 * 8 * 2 // 2
     assert [u.refreshed_bytes for u in hybrid.units] == [middle // 2] * 2
-    first, second = 8 * 8 // 2 + 1, 8 * 8 // 4 + 1  # elements of a reduction, with the count
+    first, second = 8 * 8 // 2 + 8, 8 * 8 // 4 + 8  # elements of a reduction: a count, rounded up
     assert hybrid.units[0].received_bytes == 2 * middle + 2 * (first + second)
     assert (plan.refreshed_bytes, hybrid.refreshed_bytes) == (0, middle)
     kept = plan_model(model, [["0"]], strategy="shard_grad_op", policy=policy, world=4)

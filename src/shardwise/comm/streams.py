@@ -15,7 +15,7 @@ Lifetimes follow from events; no memory is left to the allocator to watch (`reco
 gathered buffer is allocated on the gather lane and read on the compute stream; it is released by
 resizing its storage, which hands the block back to the gather lane's pool. The compute stream marks
 that point, and the next gather begins behind it, so the block is never overwritten while a kernel
-still reads it. It marks the begin of each pass too, behind which shards are not written. Packed
+still reads it. It marks the begin of each forward too, behind which shards are not written. Packed
 gradients, and gradients that are reduced where they are, are let go of once the reduce lane has
 waited for their collective; the compute stream waits for the lane before it allocates again.
 

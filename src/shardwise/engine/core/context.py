@@ -121,7 +121,7 @@ class Context:
         for unit in self.units:
             if unit.mark.moved or not unit.is_registered():
                 refresh(unit)  # before the phase, whose fence tells the peers of new buffers
-        for streams in self.lanes:  # gathers of this pass come behind writes to shards before it
+        for streams in self.lanes:  # gathers of this step come behind writes to shards before it
             streams.mark()
         has_grad = torch.is_grad_enabled()
         self.is_alone = not has_grad and all(map(_serves_alone, self.units))
@@ -266,8 +266,6 @@ class Context:
     def begin_backward(self) -> BackwardPass:
         backward = self.backward = BackwardPass(self)
         backward.watch_end()
-        for streams in self.lanes:  # gathers of this pass come behind writes to shards before it
-            streams.mark()
         self._enter("backward", "")
         for tell in self.moments.before_backward:
             tell(backward)
