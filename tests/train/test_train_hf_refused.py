@@ -143,6 +143,10 @@ CASES: dict[str, tuple[Callable[[Path], object], str]] = {
         change_config(num_hidden_layers=10**9),
         "num_hidden_layers is 1,000,000,000; at most 4,096 are built: is it a slip",
     ),
+    "tables": (
+        change_config(head_dim=10**15),
+        "cannot be built: .*allocate memory",
+    ),
     "unknown activation": (change_config(hidden_act="boom"), "cannot be built: it knows no 'boom'"),
     "other sizes": (change_config(vocab_size=97), r"of another shape: lm_head.weight \(96, 32\)"),
     "attention": (change_config(), "model.attention: flash_attention_2: it does not run on cpu"),

@@ -30,12 +30,14 @@ def build_on_meta(described: Description, dtype: torch.dtype, attention: str) ->
             if (described.path / "generation_config.json").is_file():
                 of_directory = library().GenerationConfig.from_pretrained(described.path)
                 model.generation_config = of_directory
+        compute_tables(model)
+    except ConfigError:
+        raise
     except Exception as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         if isinstance(error, KeyError):  # whose text is the key alone
             text = f"it knows no {text}"
         raise ConfigError(f"model.path: {described.path}: cannot be built: {text}") from error
-    compute_tables(model)
     # What a checkpoint and an export keep is the configuration without the job's own settings.
     model.saved_config = config.to_json_string()
     for held in (config, config.get_text_config()):
