@@ -138,6 +138,7 @@ def _module(native: ModuleType) -> ModuleType:
         get_device_name=lambda device=None: "simulated device",
         is_available=lambda: True,
         is_initialized=lambda: True,
+        _initialized=True,  # torch.utils.checkpoint asks before it keeps the generator's state
         _is_in_bad_fork=lambda: in_bad_fork[0],
         synchronize=lambda device=None: torch.accelerator.synchronize(),
         default_generators=default_generators,

@@ -7,7 +7,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import datetime
+import inspect
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import simulated_device
+from simulated_device import worked_example
 from simulated_device.worlds import run_on_devices, try_on_devices
 
 # The first of them builds the device, a minute on a quiet core.
@@ -369,6 +372,23 @@ def test_collectives_are_those_of_gloo() -> None:
 
 def test_waiting_for_a_collective() -> None:
     run_on_devices(2, wait_in_its_ways)
+
+
+# -- the example of docs/accelerators.md ---------------------------------------------------------
+def average_by_hand(rank: int, world: int, waits: bool) -> tuple[list[torch.Tensor], list[str]]:
+    simulated_device.slow_down(300, seed=rank)
+    return worked_example.train(waits), simulated_device.report().races
+
+
+def test_the_worked_example() -> None:
+    (weights, races), (others, _) = run_on_devices(2, average_by_hand, True)
+    assert not races
+    assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+    for _, races in run_on_devices(2, average_by_hand, False):
+        assert "writes (all_reduce at worked_example.py:" in races[0]
+        assert "compute reads (" in races[0]
+    page = Path(__file__).parents[2] / "docs" / "accelerators.md"
+    assert inspect.getsource(worked_example.train) in page.read_text()
 
 
 # -- where it cannot be had ----------------------------------------------------------------------

@@ -69,6 +69,7 @@ class Call {
   void find_returned_arguments();
   bool needs_shapes() const;
   bool find_shapes();
+  void match_statistics();
   void resize_outputs();
   void make_results();
   void run_on_host(Stack* stack);
@@ -115,7 +116,10 @@ void Call::take_argument(size_t i) {
     TORCH_CHECK(!is_written(argument), name_, ": cannot write to a tensor on the CPU from ",
                 the_device());
     if (tensor.dim() > 0 && !starts_with(name_, "_foreach")) return tensor.to(the_device());
-    return tensor.clone();  // the host may change it before the kernel runs
+    Tensor copied = tensor.clone();  // the host may change it before the kernel runs
+    bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    if (is_number) copied.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return copied;
   });
   map_tensors(value, [&](const Tensor& tensor) {
     if (is_ours(tensor)) (is_written(argument) ? writes_ : reads_).push_back(tensor);
@@ -160,10 +164,22 @@ bool Call::find_shapes() {
                                        : map_tensors(value, on_meta));
   try {
     op_.callBoxed(&shapes_);
+    match_statistics();
     return true;
   } catch (const std::exception&) {
     return false;  // no meta kernel, or a mistake, which the CPU's kernel will explain
   }
+}
+
+// Norms keep means in float32 on devices, and the CPU's backward wants those of its own forward: in
+// the dtype of the input, unless that and the weight differ.
+void Call::match_statistics() {
+  if (name_ != "native_layer_norm" && name_ != "native_group_norm") return;
+  const Tensor& input = arguments_[0].toTensor();
+  size_t weight_at = name_ == "native_layer_norm" ? 2 : 1;
+  bool has_weight = arguments_[weight_at].isTensor() && arguments_[weight_at].toTensor().defined();
+  if (has_weight && arguments_[weight_at].toTensor().scalar_type() != input.scalar_type()) return;
+  for (size_t i = 1; i < 3; i++) shapes_[i] = shapes_[i].toTensor().to(input.scalar_type());
 }
 
 void Call::resize_outputs() {

@@ -10,15 +10,17 @@ namespace {
 constexpr int kMaxFrames = 5;
 std::atomic<bool> frames_on{true};
 
-// torch's own layers say little about who asked; its distributed package and optimizers do.
+// torch's own layers say little about who asked; those of its distributed package do.
 bool is_plumbing(const std::string& path) {
-  if (path.find("/torch/") == std::string::npos)
-    return path.find("contextlib.py") != std::string::npos;
-  return path.find("/torch/distributed/") == std::string::npos &&
-         path.find("/torch/optim/") == std::string::npos;
+  auto has = [&](const char* part) { return path.find(part) != std::string::npos; };
+  if (has("distributed_c10d.py") || has("c10d_logger.py") || has("contextlib.py")) return true;
+  return has("/torch/") && !has("/torch/distributed/");
 }
 
 std::string of_stack() {
+  // An exception may be on its way: what the tensors of its frames free is looked at, too.
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
   std::string text;
   int num_frames = 0;
   PyFrameObject* frame = PyEval_GetFrame();
@@ -40,7 +42,7 @@ std::string of_stack() {
     frame = caller;
   }
   Py_XDECREF(frame);
-  PyErr_Clear();
+  PyErr_Restore(type, value, trace);
   return text.empty() ? "autograd" : text;
 }
 
