@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     world = args.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or device.count()
     if kind == "cuda" and world > device.count():
         parser.error(f"--ranks: {world} ranks, but {device.count()} GPUs")
+    if args.keep and Path(args.keep).exists() and any(Path(args.keep).iterdir()):
+        parser.error(f"--keep: {args.keep} is not empty; name a new directory")
     folder = Path(args.keep or tempfile.mkdtemp(prefix="gpu_hour_")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     settings = Settings(kind, world, args.dry or kind != "cuda", str(folder))

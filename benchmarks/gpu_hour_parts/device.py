@@ -30,6 +30,11 @@ BACKENDS = {
 }
 KINDS = tuple(BACKENDS)
 MAX_RANKS = 8
+_RACES: list[str] = []  # seen before the simulated device was told to count anew
+
+
+def _simulated() -> Any:
+    return importlib.import_module("simulated_device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Device:
     def load(self) -> None:
         """Make torch know the device."""
         if self.kind == "sim":
-            importlib.import_module("simulated_device").load()
+            _simulated().load()
 
     def count(self) -> int:
         """How many ranks a machine can have; 2 where ranks share a device."""
@@ -80,7 +85,7 @@ class Device:
                 "everything on the CPU"
             )
         if self.kind == "sim":
-            return importlib.import_module("simulated_device").why_not() or ""
+            return _simulated().why_not() or ""
         return ""
 
     def join(self, rank: int, world: int, meeting: str) -> None:
@@ -109,6 +114,9 @@ class Device:
             self.module.empty_cache()
         if self.is_cuda:
             torch.cuda.reset_peak_memory_stats(self.index)
+        elif self.kind == "sim":
+            _RACES.extend(_simulated().report().races)
+            _simulated().clear()
 
     def peaks(self) -> dict[str, int] | None:
         """Bytes since `start_peaks`."""
@@ -125,6 +133,8 @@ class Device:
 
     def reserved_by_stream(self) -> dict[str, int] | None:
         """Bytes of segments in a snapshot of the allocator, by stream; the default one is 0."""
+        if self.kind == "sim":
+            return {name: pool.reserved for name, pool in _simulated().report().pools.items()}
         if not self.is_cuda:
             return None
         found: dict[str, int] = {}
@@ -132,6 +142,16 @@ class Device:
             if segment.get("device", self.index) == self.index:
                 name = str(segment["stream"])
                 found[name] = found.get(name, 0) + segment["total_size"]
+        return found
+
+    def take_races(self) -> list[str] | None:
+        """Unordered accesses since the last call; only the simulated device sees them."""
+        if self.kind != "sim":
+            return None
+        self.synchronize()
+        found = [*_RACES, *_simulated().report().races]
+        _RACES.clear()
+        _simulated().clear()
         return found
 
     @contextlib.contextmanager

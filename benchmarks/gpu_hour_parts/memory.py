@@ -49,6 +49,7 @@ def run(item: str, context: Context) -> Row:
     build, loss_of = allocator.MODELS[name]
     model: Any
     model, units = build()
+    model.to(context.device.place)  # by torch, since FSDP2's own way is refused by new devices
     model = engines.shard(engine, model, units, context, precision)
     optimizer = engines.adamw(model.parameters(), context)
     place, device = context.device.place, context.device

@@ -48,6 +48,8 @@ def main(folder: str, name: str, first: int, meeting: str) -> None:
             if not stage.is_alone:
                 dist.barrier()
             row = stage.run(items[number], context)
+            if races := device.take_races():
+                raise RuntimeError(f"{len(races)} race(s), the first: {races[0]}")
             if rank == 0:
                 notes.end(number, row)
             gc.collect()

@@ -59,7 +59,7 @@ def test_dry_run_goes_to_its_end(tmp_path: Path) -> None:
     assert len(stages["parity"]["rows"]) == 14
     assert all(row["gradient_off"] <= 1e-6 for row in stages["parity"]["rows"][:7])
     assert [row["item"] for row in stages["speed"]["rows"]] == [
-        "tiny/bf16/shardwise", "tiny/bf16/fsdp2", "tiny/bf16/ddp"
+        "tiny/bf16/shardwise", "tiny/bf16/fsdp2", "tiny/fp32/ddp"
     ]  # fmt: skip
     assert all(row["tokens_per_s"] > 0 < row["step_s"] for row in stages["speed"]["rows"])
 
@@ -70,6 +70,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     assert "--dry" in run_hour("--json", str(file), code=2)["said"]
     assert "no stage 'x'" in run_hour("--dry", "--stages", "x", code=2)["said"]
+    assert "is not empty" in run_hour("--dry", "--keep", str(BENCHMARKS), code=2)["said"]
     assert not file.exists()
 
 
