@@ -12,6 +12,7 @@ Names are those of `torch.cuda`, which modules of other accelerators share
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -110,6 +111,8 @@ class Device:
 
     def start_peaks(self) -> None:
         """Give back what is cached, and count peaks from here on."""
+        gc.collect()
+        self.synchronize()
         if self.is_accelerator:
             self.module.empty_cache()
         if self.is_cuda:

@@ -102,7 +102,8 @@ def shard(
 
 
 def adamw(params: Any, context: Context) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=3e-4, fused=context.device.has_fused_adamw)
+    fused = context.device.has_fused_adamw
+    return torch.optim.AdamW(params, lr=3e-4, fused=fused, foreach=False)
 
 
 def build_trainer(

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from ranks import on_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Races that are known; one that is mended fails here until its line is deleted.
+KNOWN_ON_SIM = {f"hybrid_full_optimizer {dtype}" for dtype in ("fp32", "bf16")}  # mesh (2, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +30,10 @@ def path_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
-def run_hour(*options: str, code: int = 0, **environment: str) -> dict[str, Any]:
+def run_hour(*options: str, code: int = 0, timeout_s: float = 400.0) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "gpu_hour.py"), *options],
-        capture_output=True, text=True, timeout=400, check=False, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1]) if code in (0, 1) else {"said": done.stderr}
@@ -80,6 +82,29 @@ def test_the_other_processes_of_torchrun_have_nothing_to_do(tmp_path: Path) -> N
         timeout=60, check=False, cwd=tmp_path, env={**os.environ, "RANK": "1", "WORLD_SIZE": "2"},
     )  # fmt: skip
     assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (0, "", [])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_it_runs_on_the_simulated_device(tmp_path: Path) -> None:
+    """Where races are seen too: an item that has one fails."""
+    import simulated_device
+
+    if why := simulated_device.why_not():
+        pytest.skip(why)
+    stages = ("environment", "parity", "cases", "memory", "speed")
+    file = str(tmp_path / "result.json")
+    options = ("--device", "sim", "--stages", ",".join(stages), "--json", file)
+    result = run_hour(*options, code=int(bool(KNOWN_ON_SIM)), timeout_s=880)
+    assert result["device"] == "sim"
+    rows = [row for name in stages for row in result["stages"][name]["rows"]]
+    failed = {row["item"]: row for row in rows if row["state"] not in ("ok", "skipped")}
+    assert failed.keys() == KNOWN_ON_SIM, failed
+    assert all("race(s), the first: " in row["error"] for row in failed.values())
+    skipped = {r["item"] for r in result["stages"]["cases"]["rows"] if r["state"] == "skipped"}
+    assert skipped == {"capture into a graph"}
+    memory = result["stages"]["memory"]["rows"]
+    assert all(row["reserved_peak_bytes"] >= row["allocated_peak_bytes"] > 0 for row in memory)
 
 
 # -- stages that end badly -------------------------------------------------------------------------
