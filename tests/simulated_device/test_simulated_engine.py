@@ -134,7 +134,9 @@ def train_both(rank: int, world: int, name: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["full_shard", "uneven, full_shard", "bf16", "accumulation"])
+@pytest.mark.parametrize(
+    "name", ["large, full_shard", "uneven, full_shard", "large, bf16", "accumulation"]
+)
 def test_equals_fsdp2(name: str, tmp_path: Path) -> None:
     run_on_devices(2, train_both, name, tmp_path)
 
