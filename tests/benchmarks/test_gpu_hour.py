@@ -176,6 +176,75 @@ def test_parity_sees_an_engine_that_is_wrong(rank: int, world: int, tmp_path: Pa
     assert row["weight_off"] > row["tolerance"] and dist.get_world_size() == 2
 
 
+@on_ranks(4)
+def test_every_engine_of_the_speed_stage_trains(rank: int, world: int, tmp_path: Path) -> None:
+    sys.path.insert(0, str(BENCHMARKS))
+    from gpu_hour_parts import engines, models, speed
+    from gpu_hour_parts.device import Device
+    from gpu_hour_parts.settings import Context, Settings
+
+    context = Context(Settings("cpu", world, True, str(tmp_path)), Device("cpu"), rank, world)
+    size = models.DRY_SIZES["tiny"]
+    tokens = torch.zeros(1, size.num_tokens + 1, dtype=torch.int64)
+    listed = speed.items(Settings("cuda", world, False, ""))
+    names = dict.fromkeys(item.split("/")[2] for item in listed)
+    assert list(names) == [*speed.ONE_AXIS, *speed.TWO_AXES]
+    for name in names:
+        trainer = engines.build_trainer(name, size.make, context, "fp32", compiled=False)
+        losses = [float(trainer.step(tokens)) for _ in range(3)]
+        assert losses[2] < losses[0] < 8, (name, losses)
+    assert engines.why_not("fsdp2:hybrid", 3) and not engines.why_not("fsdp2:keep", 3)
+
+
+@on_ranks(2)
+def test_the_sanitizer_stage_trains_and_notices_that_nobody_looks(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    """Without the sanitizer the planted fault goes unseen, and the row says so."""
+    sys.path.insert(0, str(BENCHMARKS))
+    from gpu_hour_parts import sanitizer
+    from gpu_hour_parts.device import Device
+    from gpu_hour_parts.settings import Context, Settings
+
+    context = Context(Settings("cpu", world, True, str(tmp_path)), Device("cpu"), rank, world)
+    items = sanitizer.items(context.settings)
+    assert len(items) == 16
+    for item in ("fsdp2 fp32", "shardwise:keep bf16", "shardwise:hybrid_shard fp32"):
+        assert item in items and sanitizer.run(item, context) == {"reports": 0}
+    assert sanitizer.run(sanitizer.PLANTED, context)["state"] == "wrong"
+
+
+def test_what_the_sanitizer_says_is_counted(tmp_path: Path) -> None:
+    from torch.cuda._sanitizer import CUDASanitizerErrors
+
+    from gpu_hour_parts.notes import Notes
+
+    errors: Any = CUDASanitizerErrors(["one\nmore", "two"])  # type: ignore[list-item]
+    Notes(tmp_path, "sanitizer").fail(1, 4, errors)
+    found = Notes(tmp_path, "sanitizer").take_errors()[1]
+    assert (found["number"], found["reports"], found["first_report"]) == (4, 2, "one\nmore")
+    assert found["error"] == "CUDASanitizerErrors: detected 2 errors"
+
+
+def test_a_trace_of_the_profiler_is_read(tmp_path: Path) -> None:
+    from gpu_hour_parts.device import Device
+    from gpu_hour_parts.overlap import of_trace
+
+    with torch.profiler.profile(activities=Device("cpu").profiled()) as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = of_trace(tmp_path / "trace.json", num_steps=2)
+    assert (found["comm_us"], found["num_launches"], found["overlap"]) == (0, 0, None)
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "ts": 0, "dur": dur}
+        for name, dur in (("ncclDevKernel", 8), ("gemm", 6))
+    ]
+    (tmp_path / "own.json").write_text(json.dumps({"traceEvents": events}))
+    found = of_trace(tmp_path / "own.json", num_steps=2)
+    assert (found["comm_us"], found["exposed_us"], found["overlap"]) == (4, 1, 0.75)
+    assert (found["num_launches"], found["num_comm_launches"]) == (0.5, 0.5)
+
+
 def test_overlap_is_what_runs_beside_kernels_that_compute() -> None:
     from gpu_hour_parts.overlap import of_events
 
