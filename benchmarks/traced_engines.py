@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardwise as sw
 from memory_trace import Recorder
 from shardwise.comm import blocks, streams
+from shardwise.comm.c10d import transport
 from shardwise.comm.kept import kept
 from shardwise.engine.core.state import units_in
 
@@ -34,10 +35,6 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard."
 def device_streams(recorder: Recorder) -> Iterator[None]:
     """Both engines believe that the CPU has streams: the recorder's."""
 
-    class TracedStreams(streams.DeviceStreams):
-        def used_here(self, tensor: torch.Tensor) -> None:
-            recorder.used(tensor)
-
     module = torch.get_device_module
 
     def get_device_module(device: Any = None) -> Any:
@@ -46,7 +43,8 @@ def device_streams(recorder: Recorder) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         enter = patches.enter_context
         enter(mock.patch.object(torch, "get_device_module", get_device_module))
-        enter(mock.patch.dict(streams.MAKERS, cpu=TracedStreams))
+        enter(mock.patch.dict(streams.MAKERS, cpu=streams.DeviceStreams))
+        enter(mock.patch.object(transport, "coalesces", lambda group, device: True))  # as NCCL
         enter(mock.patch.object(blocks, "SMALLEST_BYTES", sys.maxsize))
         for name in [name for name in sys.modules if name.startswith(_FSDP2)]:
             if hasattr(sys.modules[name], "_get_device_handle"):

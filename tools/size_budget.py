@@ -11,7 +11,7 @@ from pathlib import Path
 # files that they took their conditionals from; buckets with types, a registry and one way to wait
 # serve transports of users too (550); placements that cut rows in ways of their own (270).
 BUDGETS = {
-    "engine, comm, layout": 19_120,
+    "engine, comm, layout": 19_200,
     "checkpoint": 5_200,
     "train": 9_950,
     "bench, doctor": 3_660,

@@ -113,10 +113,23 @@ def test_gathers_overlap_with_the_unit_before(rank: int, world: int) -> None:
     # The gather of the unit before is issued ahead of each reduction.
     assert backward == (
         f"{GATHER} | wait gather | {GATHER} | {issue} | mark | "  # R, L2 ahead, R reduced
-        f"wait gather | {GATHER} | {issue} | mark | back L2 | "  # L1 ahead of L2's computing
-        f"wait gather | {GATHER} | {finish} | {issue} | mark | back L1 | "  # two are in flight
-        f"wait gather | {finish} | {issue} | {finish} | {finish} | land | mark"
+        f"wait gather | {GATHER} | {finish} | {issue} | mark | back L2 | "  # L1 ahead of computing
+        f"wait gather | {GATHER} | {finish} | {issue} | mark | back L1 | "  # one is in flight
+        f"wait gather | {finish} | {issue} | {finish} | land | mark"
     )
+
+
+@on_ranks(2)
+def test_more_reductions_in_flight(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    model.set_reduce_scatter_max_input_buffers(3)
+    streams = recorded(model)
+    sw.set_prefetch(model, True)
+    loss_of(model(batch(model, 0, rank))).backward()
+    issue = "fork reduce | join reduce"
+    finish = f"{issue} | event reduce | wait reduce"
+    calls = " | ".join(call for call in streams.calls if call.endswith("reduce"))
+    assert calls == " | ".join([issue] * 3 + [finish, issue] + [finish] * 3)
 
 
 @on_ranks(2)

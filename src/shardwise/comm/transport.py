@@ -185,6 +185,7 @@ class Transport(Protocol[B]):
     sums_in_tree: bool = False  # it has the methods of `TreeTransport`
     takes_bytes: bool = False  # it gathers what is not in the bucket's buffer, of any dtype
     has_peers: bool = True  # ranks meet in it
+    sums_late: bool = False  # `grad_buffer` wants of `out` no more than its dtype and device
     checks_order: bool = False  # ... and it tells by itself when they issue different collectives
 
     def attach(self, name: str, layout: BucketLayout, device: torch.device) -> B: ...

@@ -121,11 +121,15 @@ class UnitSettings:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Checked for FSDP2's sake; changes no number. Two reductions are in flight at most."""
+        """How many reductions may be in flight, each with its packed gradients: one by default, so
+        that its memory serves the next. Where reductions do not run beside computing it is one.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers: expected an int, found {max_input_buffers!r}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers: expected 1 or more, found {max_input_buffers}")
+        for unit in units_in(self, recurse):
+            unit.settings.max_reductions = max_input_buffers
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

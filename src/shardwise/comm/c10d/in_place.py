@@ -93,12 +93,12 @@ class InPlaceGather:
 class GradsInPlace:
     """A GradBuffer that holds the gradients until they are reduced where they are."""
 
-    __slots__ = ("_arrived", "_bucket", "_held", "_out", "_pre_scale", "plan")
+    __slots__ = ("_arrived", "_bucket", "_held", "_like", "_pre_scale", "plan")
 
     def __init__(
         self, bucket: C10dBucket, plan: ReducePlan, out: torch.Tensor, pre_scale: float
     ) -> None:
-        self._bucket, self.plan, self._out, self._pre_scale = bucket, plan, out, pre_scale
+        self._bucket, self.plan, self._like, self._pre_scale = bucket, plan, out, pre_scale
         self._held: dict[int, torch.Tensor] = {}
         self._arrived = [False] * len(plan.layout.indices)
 
@@ -126,27 +126,27 @@ class GradsInPlace:
             shape = param.spec.shape
             grad = held.get(index)
             if grad is None:
-                grad = zeros.setdefault(shape, self._out.new_zeros(shape))
+                grad = zeros.setdefault(shape, self._like.new_zeros(shape))
             if grad.dtype != layout.dtype or not grad.is_contiguous():
                 grad = grad.to(layout.dtype).contiguous()
             held[index] = grad
 
-    def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def take(self, out: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Gradients and counts, and where their sums go in `out`."""
         self.pack()
         layout = self.plan.layout
         held, self._held = self._held, {}
         read = [held[index].view(-1) for index in range(len(layout.params))]
         written = [
-            self._out[at : at + param.numel // layout.world]
+            out[at : at + param.numel // layout.world]
             for param, at in zip(layout.params, layout.offsets(0), strict=True)
         ]
-        return [*read, self._counts()], [*written, self._out[layout.counts_offset :]]
+        return [*read, self._counts()], [*written, out[layout.counts_offset :]]
 
     def _counts(self) -> torch.Tensor:
         """For each rank and parameter."""
         world, num = self.plan.layout.world, len(self._arrived)
-        counts = self._out.new_ones(world, num)
+        counts = self._like.new_ones(world, num)
         for index, arrived in enumerate(self._arrived):
             if not arrived:
                 counts[:, index].zero_()
@@ -154,7 +154,7 @@ class GradsInPlace:
 
     def packed(self) -> PackedGrads:
         """The same in rank-major order, for sums that are taken in an order of their own."""
-        grads = PackedGrads(self._bucket, self.plan, self._out, 1.0)
+        grads = PackedGrads(self._bucket, self.plan, self._like, 1.0)
         held, self._held = self._held, {}
         for index, grad in held.items():
             grads.put(index, grad)

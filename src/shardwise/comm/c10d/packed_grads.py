@@ -238,8 +238,10 @@ class PackedGrads:
     def pack(self) -> None:
         """Write what is held, what never arrived, the padding and the counts."""
         self._is_packed = True
-        if len(self._held) == len(self._arrived) and self._concatenate():
-            return
+        if not (len(self._held) == len(self._arrived) and self._concatenate()):
+            self._copy_all()
+
+    def _copy_all(self) -> None:
         if self._held:
             self._copy_held()
         staging = self._staging or self._taken()

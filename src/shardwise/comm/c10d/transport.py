@@ -64,6 +64,7 @@ class C10dTransport(Ordered[C10dBucket]):
     def __init__(self, shard: Axis, replicate: Axis, device: torch.device = CPU) -> None:
         super().__init__(shard, replicate, device)
         self._num_attached = 0
+        self.sums_late = self._streams.is_async
         self._sums_by_gloo: bool | None = None  # asked at the first reduction
         self._starts_several: bool | None = None  # asked at the first gather
 
@@ -172,7 +173,7 @@ class C10dTransport(Ordered[C10dBucket]):
     def _reduce_in_place(
         self, bucket: C10dBucket, grads: GradsInPlace, out: torch.Tensor, scale: float
     ) -> Handle:
-        read, written = grads.take()
+        read, written = grads.take(out)
         works = [self._issue(bucket, _reduce_scatter_all, written, read, bucket.group_of_sums)]
         return Issued(self, bucket, works, "reduce", partial(_scale, out, scale), read)
 

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 _buffer = attrgetter("buffer")  # asked of all buckets by one `map`, which stays in C
 
-MAX_REDUCTIONS_IN_FLIGHT = 2  # where they run beside computing
-
 
 class BackwardPass:
     """See the module docstring."""
@@ -179,7 +177,7 @@ class BackwardPass:
         self._issued.add(unit)
         overlaps = unit.overlaps
         if self._in_flight:
-            self._finish_all_but(MAX_REDUCTIONS_IN_FLIGHT - 1 if overlaps else 0)
+            self._finish_all_but(unit.settings.max_reductions - 1 if overlaps else 0)
         reductions = unit.gradients.issue()
         self._in_flight.extend(reductions)
         for tell in self.moments.issued:

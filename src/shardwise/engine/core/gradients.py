@@ -123,8 +123,7 @@ class BucketGrads:
             layout = self.trainable_layout()
         else:
             layout = self._lay_out(tuple(i in there for i in range(len(self.state.params))))
-        device = self.state.mesh.device
-        self.out = torch.empty(layout.chunk_numel, dtype=layout.dtype, device=device)
+        self.out = self._new_out(layout, is_early=True)
         self.buffer = self.state.transport.grad_buffer(
             self.state.bucket, layout, self.out, scale.before
         )
@@ -135,6 +134,24 @@ class BucketGrads:
             if param.partial is not None:
                 self.buffer.put(j, param.partial)
                 param.partial = None
+
+    def _new_out(self, layout: ReduceLayout, *, is_early: bool) -> torch.Tensor:
+        """Where the sum goes: no memory before it is reduced, where the transport needs none."""
+        waits = is_early and self.state.transport.sums_late and layout.world > 1
+        numel, device = 0 if waits else layout.chunk_numel, self.state.mesh.device
+        return torch.empty(numel, dtype=layout.dtype, device=device)
+
+    def pack(self) -> None:
+        """On accelerators, on the stream that gradients came on: no other reads them. Then there is
+        room for the sum.
+        """
+        if (pack := getattr(self.buffer, "pack", None)) is not None:
+            pack()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        if self.out is not None and self.layout is not None and not self.out.numel():
+            self.out = self._new_out(self.layout, is_early=False)
 
     @property
     def is_complete(self) -> bool:
@@ -254,6 +271,8 @@ class BucketGrads:
         if self.buffer is None:
             tally.repeated += bool(tally.issued) and joins is None
             self.open(scale, joins=joins)
+        if self.state.transport.sums_late:
+            self._make_room()
         buffer, out, layout = self.buffer, self.out, self.layout
         assert buffer is not None and out is not None and layout is not None
         had = buffer.had
@@ -432,8 +451,7 @@ class Gradients:
     def issue_bucket(self, bucket: BucketGrads, *, joins: Missing | None = None) -> Reduction:
         if not self.streams.is_async:
             return self.route.issue(self, bucket, joins=joins)
-        if (pack := getattr(bucket.buffer, "pack", None)) is not None:
-            pack()  # on the stream that gradients came on: no other reads them
+        bucket.pack()
         with self.streams.lane("reduce"):
             return self.route.issue(self, bucket, joins=joins)
 

@@ -17,6 +17,7 @@ class Settings:
     Attributes:
         root_rule: reshard_after_forward=None: the root's own unit is kept, others are released.
         has_own_factor: `divide_by` was given to this unit, not to one above.
+        max_reductions: in flight at a time, where they run beside computing.
         separates_reductions: over a communicator of their own.
         allocates_by_group: staging lies in memory of the process group's backend.
         all_reduce_hook: called with this rank's part of a sum, behind the last all-reduce.
@@ -30,6 +31,7 @@ class Settings:
     requires_all_reduce: bool = True
     divide_by: float | None = None
     has_own_factor: bool = False
+    max_reductions: int = 1
     separates_reductions: bool = False
     allocates_by_group: bool = False
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
