@@ -42,26 +42,34 @@ class MismatchError(AssertionError):
 
 @dataclass(frozen=True)
 class Options:
-    """What kind of programs: `mode` of `MODES`; `without` actions or kinds; `odds` of an action."""
+    """What kind of programs: `mode` of `MODES`; `without` actions or kinds; `odds` of an action;
+    the `device` of the sharded model.
+    """
 
     mode: str = "any"
     without: tuple[str, ...] = ()
     odds: float = 0.09
+    device: str = "cpu"
+
+
+# What torch has no kernels for on devices that are not its own.
+NOT_ON_DEVICES = ("sparse", "lstm", "gru")
 
 
 @functools.cache
-def mesh_of(*sizes: int) -> DeviceMesh:
+def mesh_of(device: str, *sizes: int) -> DeviceMesh:
     """Cached: process groups live as long as the rank process."""
     names = ("replicate", "shard")[-len(sizes) :]
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    one, other = one.cpu(), other.cpu()
     return one.shape == other.shape and torch.allclose(one, other, rtol=RTOL, atol=ATOL)
 
 
@@ -75,15 +83,16 @@ class Sharding:
     text: str = ""
 
 
-def draw_sharding(rng: random.Random, world: int, mode: str) -> Sharding:
+def draw_sharding(rng: random.Random, world: int, chosen: Options) -> Sharding:
+    mode, device = chosen.mode, chosen.device
     transport = mode if mode in ("c10d", "shared_memory") else None
     transport = transport or rng.choice(("c10d", "shared_memory"))
     options: dict[str, Any] = {"transport": transport}
     is_hybrid = mode == "hybrid" or (mode == "any" and world == 4 and rng.random() < 0.35)
     if is_hybrid:
-        options |= {"mesh": mesh_of(2, world // 2), "strategy": rng.choice(HYBRID)}
+        options |= {"mesh": mesh_of(device, 2, world // 2), "strategy": rng.choice(HYBRID)}
     else:
-        options["mesh"] = mesh_of(world)
+        options["mesh"] = mesh_of(device, world)
         if rng.random() < 0.3:
             values = (True, False, None, 2) if world == 4 else (True, False, None)
             options["reshard_after_forward"] = rng.choice(values)
@@ -153,7 +162,7 @@ class Program:
         self.plain = Net(rng, kinds)
         self.plain.head.weight.requires_grad_(True)  # a loss always has a gradient
         self.net: Any = copy.deepcopy(self.plain)
-        self.how = draw_sharding(rng, self.world, self.options.mode)
+        self.how = draw_sharding(rng, self.world, self.options)
         shard(self.net, rng, self.how)
         names = ("sgd", "rmsprop", "adamw", "foreach", "fused")
         self.optimizer = rng.choice(names)
@@ -391,11 +400,11 @@ class Program:
         names = {n for n, p in self.plain.named_parameters() if p.requires_grad}
         fast = [
             {
-                n: p.detach().clone().requires_grad_()
+                n: p.detach().to(device, copy=True).requires_grad_()
                 for n, p in self.plain.named_parameters()
                 if n in names
             }
-            for _ in range(2)
+            for device in ("cpu", self.options.device)
         ]
         # Where a module has two names, torch leaves in the model what was passed.
         before = [(m._parameters, dict(m._parameters)) for m in self.plain.modules()]

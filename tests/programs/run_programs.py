@@ -2,6 +2,7 @@
 
     python tests/programs/run_programs.py --seeds 0:700 --worlds 2,3,4 --modes any,c10d
     python tests/programs/run_programs.py --repeat 7 --worlds 4 --slow      one seed again and again
+    python tests/programs/run_programs.py --device sim --modes c10d         on the simulated device
 
 Prints a line for each program that failed, and one JSON line at the end; exit code 1 where one
 failed. `--slow` makes ranks wait at random moments, so that other orders of events are met.
@@ -23,10 +24,12 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from program_runs import MODES, Options, run_seed  # noqa: E402 - needs the line above
+from program_runs import MODES, NOT_ON_DEVICES, Options, run_seed  # noqa: E402 - needs the line above
 
 import ranks  # noqa: E402 - likewise
 import shardwise as sw  # noqa: E402 - likewise
+import simulated_device  # noqa: E402 - likewise
+from simulated_device.worlds import run_on_devices  # noqa: E402 - likewise
 
 SEEDS_A_CALL = 10
 
@@ -59,18 +62,34 @@ def run_some(rank: int, world: int, seeds: list[int], options: Options, slow: bo
     """On every rank; raises at the first seed that fails."""
     warnings.simplefilter("ignore")
     sw.set_wait_limit(20)
+    if options.device != "cpu":
+        run_on_device(rank, world, seeds, options, slow)
+        return
     if slow:
         slow_down(rank, seeds[0])
     for seed in seeds:
         run_seed(rank, world, seed, options)
 
 
+def run_on_device(rank: int, world: int, seeds: list[int], options: Options, slow: bool) -> None:
+    """On the simulated device, which has to see no race; its streams are held back, not calls."""
+    for seed in seeds:
+        simulated_device.clear()
+        if slow:
+            simulated_device.slow_down(300, seed=1000 * seed + rank)
+        trace = run_seed(rank, world, seed, options)
+        races = simulated_device.report().races
+        named = f"seed {seed} on {world} ranks races"
+        assert not races, "\n".join(["", named, *trace, *races[:20]])
+
+
 def report_of(
     world: int, seeds: list[int], options: Options, slow: bool, limit_s: float
 ) -> tuple[int | None, str]:
     """The first seed that failed, with what the ranks said."""
+    run_ranks = ranks.run_ranks if options.device == "cpu" else run_on_devices
     try:
-        ranks.run_ranks(world, run_some, seeds, options, slow, timeout_s=limit_s)
+        run_ranks(world, run_some, seeds, options, slow, timeout_s=limit_s)
     except ranks.RankError as error:
         text = str(error)
         named = [int(seed) for seed in re.findall(r"^ *seed (\d+) on ", text, re.MULTILINE)]
@@ -84,6 +103,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, help="this seed only, as often as --seeds counts")
     parser.add_argument("--worlds", default="2,3,4")
     parser.add_argument("--modes", default="any", help=", ".join(MODES))
+    parser.add_argument("--device", default="cpu", help="or sim: docs/accelerators.md")
     parser.add_argument("--without", default="", help="kinds and actions to leave out")
     parser.add_argument("--odds", type=float, default=0.09, help="of an action before a step")
     parser.add_argument("--slow", action="store_true")
@@ -93,9 +113,9 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=3600, help="seconds")
     args = parser.parse_args()
     first, last = map(int, args.seeds.split(":"))
+    without = tuple(args.without.split(",")) + (() if args.device == "cpu" else NOT_ON_DEVICES)
     options = {
-        mode: Options(mode, tuple(args.without.split(",")), args.odds)
-        for mode in args.modes.split(",")
+        mode: Options(mode, without, args.odds, args.device) for mode in args.modes.split(",")
     }
     started_s, num_right, failed = time.monotonic(), 0, []
     for start in range(first, last, SEEDS_A_CALL):

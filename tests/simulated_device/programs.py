@@ -237,9 +237,9 @@ def evaluate(place: Place, strategy: str) -> Tensors:
     return {**weights, "evaluated": torch.stack(found).cpu()}
 
 
-def fail_in_the_middle(place: Place) -> Tensors:
+def fail_in_the_middle(place: Place, strategy: str) -> Tensors:
     """A forward, and a backward, that end by an exception; the steps after them are right."""
-    model = place.shard(make(Mlp))
+    model = place.shard(make(Mlp), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def refuse(*_: Any) -> None:
@@ -251,9 +251,10 @@ def fail_in_the_middle(place: Place) -> Tensors:
         with pytest.raises(KeyError):
             place.loss(model, step)
         hook.remove()
-        out = model(place.batch(model, step))
-        out.register_hook(lambda grad: grad * 2)
-        model.layers[0].bias  # noqa: B018 - looked at between forward and backward
+        x = place.batch(model, step).requires_grad_()
+        x.register_hook(refuse)  # at the very end, with reductions in flight
+        with pytest.raises(KeyError):
+            model(x).square().mean().backward()
         hook = model.layers[1].register_full_backward_pre_hook(refuse)
         with pytest.raises(KeyError):
             place.loss(model, step).backward()
@@ -360,7 +361,7 @@ PROGRAMS: dict[str, tuple[int, Program]] = {
     "from two devices": (2, run(train, prepare=from_two_devices)),
     "extensions": (2, run(train, prepare=with_hooks)),
     **{f"evaluation, {n}": (2, run(evaluate, strategy=n)) for n in STRATEGIES},
-    "exceptions": (2, fail_in_the_middle),
+    **{f"exceptions, {n}": (2, run(fail_in_the_middle, strategy=n)) for n in STRATEGIES},
     **{f"checkpoint, {how}": (2, run(save_and_load, how=how)) for how in ("ours", "dcp", "state")},
     "offload of parameters": (
         2,

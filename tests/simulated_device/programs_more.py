@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise as sw
@@ -50,6 +51,27 @@ def loop(place: Place, model: Any, step_of: Any, optimizer: Any = None) -> Tenso
         optimizer.step()
         optimizer.zero_grad()
     return results(model, losses=losses)
+
+
+class Crossed(nn.Module):
+    """Cut along their last dims: a part of `wide` is shorter on the last of three ranks, and what
+    lies behind it begins earlier there.
+    """
+
+    features = 13
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        self.wide = nn.Parameter(torch.randn(3, 13))
+        self.shift = nn.Parameter(torch.randn(13))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.shift) @ self.wide.mT
+
+
+def cut_last(place: Place, model: Any) -> Any:
+    return place.shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
 
 
 # -- streams and order ---------------------------------------------------------------------------
@@ -276,6 +298,7 @@ MORE_PROGRAMS: dict[str, tuple[int, Program]] = {
     "tensor parallel": (4, run(train, model_class=Stack, prepare=with_tensor_parallel)),
     "whole on one rank": (2, run(train, model_class=Uneven, prepare=run(placed, OnOneRank(0)))),
     "by columns": (2, run(train, model_class=Wide, prepare=run(placed, ByColumns(-1)))),
+    "cut along last dims": (3, run(train, model_class=Crossed, prepare=cut_last)),
     "convolutions": (2, run(train, model_class=ConvNorm)),
     **{k: (2, run(other_optimizer, kind=k)) for k in ("SGD", "fused AdamW", "one by one")},
     "read whole": (2, read_whole),

@@ -34,7 +34,10 @@ HIGHEST_US = 300
 SEEDS = (None, 1, 2)  # None: no delays
 IN_EVERY_RUN = ("full_shard",)  # of `make test`
 
-KNOWN: dict[str, str] = {}
+KNOWN = {
+    "cut along last dims": "padded parameters are taken to lie at equal distances on all ranks",
+    "exceptions, no_shard": "a failed backward frees gradients that an all-reduce still writes",
+}
 STEADY = (*STRATEGIES, *HYBRID_STRATEGIES, "accumulation", "offload of parameters")
 
 
@@ -60,7 +63,9 @@ def compare(rank: int, world: int, name: str, folder: Path) -> None:
         races = simulated_device.report().races
         assert not races, "\n".join(races[:20])
         for key, tensor in expected.items():
-            assert torch.equal(tensor, found[key]), f"{key}, seed {seed}: {tensor} {found[key]}"
+            # The order in which Gloo adds three ranks depends on the sizes, which padding changes.
+            is_right = torch.allclose if world == 3 else torch.equal
+            assert is_right(tensor, found[key]), f"{key}, seed {seed}: {tensor} {found[key]}"
         assert found.keys() == expected.keys()
 
 

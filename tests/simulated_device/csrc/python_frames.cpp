@@ -3,11 +3,19 @@
 #include <Python.h>
 
 #include <atomic>
+#include <cstdlib>
 
 namespace simulated {
 namespace {
 
-constexpr int kMaxFrames = 5;
+int max_frames() {
+  static const int given = [] {
+    const char* text = std::getenv("SIMULATED_DEVICE_FRAMES");
+    return text == nullptr ? 5 : std::atoi(text);
+  }();
+  return given;
+}
+
 std::atomic<bool> frames_on{true};
 
 // torch's own layers say little about who asked; those of its distributed package do.
@@ -25,7 +33,7 @@ std::string of_stack() {
   int num_frames = 0;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
-  while (frame != nullptr && num_frames < kMaxFrames) {
+  while (frame != nullptr && num_frames < max_frames()) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     const char* path = PyUnicode_AsUTF8(code->co_filename);
     const char* name = PyUnicode_AsUTF8(code->co_name);

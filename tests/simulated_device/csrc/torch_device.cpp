@@ -238,7 +238,10 @@ at::Tensor for_kernels(const at::Tensor& tensor) {
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   if (!tensor.numel()) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
   void* address = kernel_address(tensor.const_data_ptr());
-  return at::from_blob(address, tensor.sizes(), tensor.strides(), options);
+  at::Tensor seen = at::from_blob(address, tensor.sizes(), tensor.strides(), options);
+  if (tensor.is_conj()) seen._set_conj(true);
+  if (tensor.is_neg()) seen._set_neg(true);
+  return seen;
 }
 
 Work in_random_order(const at::Generator& generator, std::function<void(at::Generator&)> kernel) {
