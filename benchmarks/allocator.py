@@ -1,7 +1,8 @@
 """What a rank would reserve of a device's memory, by a model of the allocator: ours beside FSDP2.
 
-    python benchmarks/allocator.py                     12 blocks, 50M, 185M and SmolLM2: 2 minutes
+    python benchmarks/allocator.py                     12 blocks, 50M, 185M and SmolLM2: 3 minutes
     python benchmarks/allocator.py --models 50M --precision bf16 --ranks 8 --json PATH
+    python benchmarks/allocator.py --models 50M --at-peak     what is held then, and by whom alone
 
 **Not validated on a device.** The trace of a step is recorded on the CPU of one process
 (`memory_trace.py`), with streams that are names, and given to a model of torch's caching allocator
@@ -23,6 +24,7 @@ import json
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,7 +126,8 @@ def measure(engine: str, name: str, mesh: Any, precision: str, num_steps: int) -
     padded, real = padding(model) if engine == "shardwise" else (0, 0)
     del model
     gc.collect()
-    found: dict[str, Any] = {"num_events": len(recorder.trace.events)}
+    held = [[size, stream, num] for (size, stream), num in recorder.trace.at_peak().items()]
+    found: dict[str, Any] = {"num_events": len(recorder.trace.events), "at_peak": held}
     for events in EventsPass:
         allocator = CachingAllocator(events)
         steps = recorder.trace.replay(allocator)
@@ -191,6 +194,20 @@ def show(rows: list[dict[str, Any]], num_ranks: int) -> None:
     )
 
 
+def show_peaks(row: dict[str, Any]) -> None:
+    """What one engine holds at its peak and the other does not, the most first."""
+    ours, theirs = (
+        Counter({(size, stream): num for size, stream, num in row[engine]["at_peak"]})
+        for engine in ENGINES
+    )
+    print(f"{row['model']}, {row['precision']}, at the peak")
+    for engine, only in zip(ENGINES, (ours - theirs, theirs - ours), strict=True):
+        largest = sorted(only.items(), key=lambda held: -held[0][0] * held[1])[:12]
+        for (size, stream), num in largest:
+            mib = f"{num} x {size / MIB:,.2f} = {num * size / MIB:,.1f} MiB"
+            print(f"  {engine} alone: {mib}, {stream}")
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -199,6 +216,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--precision", default="fp32,bf16")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=0, help="default 50 for 12 blocks, else 4")
+    parser.add_argument("--at-peak", action="store_true", help="what each holds at its peak")
     parser.add_argument("--json", metavar="PATH", help="write the last line there too")
     args = parser.parse_args(argv)
     for name in args.models.split(","):
@@ -211,6 +229,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = measure_all(args)
     dist.destroy_process_group()
     show(rows, args.ranks)
+    for row in rows if args.at_peak else ():
+        show_peaks(row)
     result = {
         "benchmark": "allocator", "validated_on_a_device": False, **describe(),
         "ranks": args.ranks, "seconds": round(time.time() - began), "rows": rows,

@@ -6,7 +6,7 @@
 
 A dispatch mode sees each operator's results: a storage that was not known is a request, made on
 the stream that is current; one that nobody holds any more is a free, noted before the next
-operator. `resize_` of a storage (how engines release what was gathered) is seen too. Streams are
+request. `resize_` of a storage (how engines release what was gathered) is seen too. Streams are
 named by a module like `torch.cuda`, which takes the place of the CPU's own: it orders nothing, it
 only says which stream is current.
 
@@ -23,6 +23,7 @@ import bisect
 import contextlib
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,22 @@ class Trace:
     """
 
     events: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def at_peak(self) -> Counter[tuple[int, str]]:
+        """What is held when most is, in the last step: how many of each size and stream."""
+        last = [i for i, (kind, *_) in enumerate(self.events) if kind == "step"][-2:-1]
+        held: dict[int, tuple[int, str]] = {}
+        total = peak = 0
+        found: Counter[tuple[int, str]] = Counter()
+        for i, (kind, *what) in enumerate(self.events):
+            if kind == "malloc":
+                held[what[0]] = what[1], what[2]
+                total += what[1]
+            elif kind == "free":
+                total -= held.pop(what[0])[0]
+            if total > peak and i >= (last or [0])[0]:
+                peak, found = total, Counter(held.values())
+        return found
 
     def replay(self, allocator: CachingAllocator) -> list[Step]:
         """Give it to an allocator; what it says at the end of each step."""
@@ -213,7 +230,6 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own operators come here one by one
         kwargs = kwargs or {}
-        self._sweep()
         if self._skips and func in _NOTHING:
             return None
         if self._skips and func in SHAPES_ONLY:
@@ -235,13 +251,13 @@ class Recorder(TorchDispatchMode):
         known = self._known.get(key)
         if known is not None and known.size == size:
             return
-        if known is not None:
-            self._forget(key)
-        if not size:
-            return
-        start = storage.data_ptr()
+        start = storage.data_ptr() if size else 0
         end = start + size
-        if self._lies_in_another(start, end):
+        if size and self._lies_in_another(start, end):
+            return
+        self._sweep()  # frees come before the request that may get their memory
+        self._forget(key)
+        if not size:
             return
         stream = self.module.current.name
         for _, _, inside in self._ranges_in(start, end):  # parts of it that were known before
@@ -253,16 +269,18 @@ class Recorder(TorchDispatchMode):
         self.trace.events.append(("malloc", made.key, size, stream))
 
     def _lies_in_another(self, start: int, end: int) -> bool:
-        """Whether another storage has this memory already, as `from_dlpack` makes them."""
+        """Whether one that is alive has this memory already, as `from_dlpack` makes them."""
         at = bisect.bisect_right(self._ranges, (start, sys.maxsize, 0)) - 1
-        return at >= 0 and end <= self._ranges[at][1]
+        if at < 0 or end > self._ranges[at][1]:
+            return False
+        return not _is_gone(self._known[self._ranges[at][2]])
 
     def _ranges_in(self, start: int, end: int) -> list[tuple[int, int, int]]:
         low = bisect.bisect_left(self._ranges, (start, 0, 0))
         return self._ranges[low : bisect.bisect_left(self._ranges, (end, 0, 0))]
 
     def _sweep(self) -> None:
-        for key in [key for key, known in self._known.items() if known.alive.expired()]:
+        for key in [key for key, known in self._known.items() if _is_gone(known)]:
             self._forget(key)
 
     def _forget(self, key: int) -> None:
@@ -271,6 +289,10 @@ class Recorder(TorchDispatchMode):
             span = (known.address, known.address + known.size, key)
             del self._ranges[bisect.bisect_left(self._ranges, span)]
             self.trace.events.append(("free", known.key))
+
+
+def _is_gone(known: _Known, expired: Any = torch.UntypedStorage._expired) -> bool:
+    return expired(known.alive.cdata)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -118,7 +118,9 @@ def build_trainer(
             block.compile()
     if engine == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(
-            model, device_ids=[place.index] if context.device.is_accelerator else None
+            model,
+            device_ids=[place.index] if context.device.is_accelerator else None,
+            gradient_as_bucket_view=True,  # as `shardwise bench` has it: no second copy
         )
         return Trainer(wrapped, adamw(wrapped.parameters(), context), precision == "bf16")
     model = shard(engine, model, list(model.blocks), context, precision)

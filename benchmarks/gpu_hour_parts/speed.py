@@ -45,6 +45,7 @@ def run(item: str, context: Context) -> Row:
         if needs > USABLE * free:
             gib = f"{needs / 2**30:.0f} GiB of {free / 2**30:.0f}"
             return {"state": "skipped", "why": f"does not fit: about {gib}"}
+    torch.compiler.reset()  # the blocks of all sizes are one function to it
     context.device.start_peaks()
     trainer = engines.build_trainer(engine, size.make, context, precision, bool(compiled))
     source = torch.Generator().manual_seed(context.rank)

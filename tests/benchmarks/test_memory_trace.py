@@ -85,6 +85,14 @@ def test_a_part_that_was_known_first_becomes_the_whole(monkeypatch: pytest.Monke
     ]
 
 
+def test_what_is_held_at_the_peak_of_the_last_step(recorder: Any) -> None:
+    recorder.trace.events[:] = [
+        ("malloc", 0, 9, "a"), ("malloc", 1, 90, "a"), ("free", 1), ("step",),
+        ("malloc", 2, 5, "b"), ("malloc", 3, 5, "b"), ("free", 2), ("malloc", 4, 4, "a"), ("step",),
+    ]  # fmt: skip
+    assert recorder.trace.at_peak() == {(9, "a"): 1, (5, "b"): 2}
+
+
 def of_a_dtensor(mesh: Any) -> list[tuple[Any, ...]]:
     from torch.distributed.tensor import DTensor, Shard
 
