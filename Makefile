@@ -67,7 +67,7 @@ test-all: test
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
 	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:200 --worlds 2 --modes c10d,shared_memory
-	$(BIN)/python tests/programs/run_programs.py --seeds 0:100 --worlds 2,4 --modes c10d --device sim --slow
+	$(BIN)/python tests/programs/run_programs.py --seeds 0:100 --worlds 2,4 --device sim --slow
 
 # Tests that need it build it too; here its errors are shown. docs/accelerators.md says what it is.
 simulated-device: setup

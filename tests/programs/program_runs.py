@@ -87,6 +87,7 @@ def draw_sharding(rng: random.Random, world: int, chosen: Options) -> Sharding:
     mode, device = chosen.mode, chosen.device
     transport = mode if mode in ("c10d", "shared_memory") else None
     transport = transport or rng.choice(("c10d", "shared_memory"))
+    transport = transport if device == "cpu" else "c10d"  # shared memory is the host's
     options: dict[str, Any] = {"transport": transport}
     is_hybrid = mode == "hybrid" or (mode == "any" and world == 4 and rng.random() < 0.35)
     if is_hybrid:

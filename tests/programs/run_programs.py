@@ -2,7 +2,7 @@
 
     python tests/programs/run_programs.py --seeds 0:700 --worlds 2,3,4 --modes any,c10d
     python tests/programs/run_programs.py --repeat 7 --worlds 4 --slow      one seed again and again
-    python tests/programs/run_programs.py --device sim --modes c10d         on the simulated device
+    python tests/programs/run_programs.py --device sim                      on the simulated device
 
 Prints a line for each program that failed, and one JSON line at the end; exit code 1 where one
 failed. `--slow` makes ranks wait at random moments, so that other orders of events are met.

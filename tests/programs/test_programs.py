@@ -22,5 +22,5 @@ def test_programs_on_a_grid_equal_the_plain_model() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_programs_on_the_simulated_device_equal_the_plain_model() -> None:
-    options = Options("c10d", NOT_ON_DEVICES, device="sim")
+    options = Options("any", NOT_ON_DEVICES, device="sim")
     assert run_on_devices(2, run_seeds, 0, SEEDS, options, timeout_s=300) == [SEEDS] * 2
