@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import checkpoint_names, read_rows, run_job
 from torch import nn
 
@@ -251,6 +252,7 @@ def test_the_best_is_kept_and_the_run_ends_early(rank, tmp_path):
     assert not finished(more), "a scheduler may start it again"
     assert [p.name for p in (run / "best").iterdir()] == [f"step_{best['step']:08d}"]
     assert read_rows(run)[-1]["step"] == rows[-1]["step"]
+    dist.barrier()  # both have looked
     if rank == 0:  # a start from before that step: what is kept is not its own
         from shardwise.train.job import _open_run_dir
         from shardwise.train.run_dir import RunDir

@@ -40,6 +40,10 @@ _COMMANDS = {
         "shardwise.doctor.command",
         "is a model trained alike on one rank, on several, and after a resume?",
     ),
+    "doctor": (
+        "shardwise.doctor.examine",
+        "what was wrong with a run: memory, time, losses, ranks; and what to write instead",
+    ),
     "import-config": (
         "shardwise.importing.command",
         "what a file of DeepSpeed, Accelerate or the Trainer means here, key by key",

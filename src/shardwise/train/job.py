@@ -22,7 +22,8 @@ from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, config_as_dict, config_as_toml
 from shardwise.train.console import Console
 from shardwise.train.data import Data, open_data
-from shardwise.train.loop import is_over, run_steps
+from shardwise.train.hf.room import room_on
+from shardwise.train.loop import is_over, peak_memory_bytes, run_steps
 from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile, read_metrics
 from shardwise.train.model import (
@@ -35,6 +36,7 @@ from shardwise.train.model import (
 )
 from shardwise.train.optimizer import build_optimizer, way_of
 from shardwise.train.optimizer_state import bring_to_dtype
+from shardwise.train.record import Record, start_facts
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.running import Job
@@ -42,6 +44,7 @@ from shardwise.train.speed import device_peak, flops_per_token
 from shardwise.train.stop import StopRequest
 from shardwise.train.text.check import check_packing, check_sizes
 from shardwise.train.trackers import Run, Trackers
+from shardwise.train.watch import Watch
 from shardwise.units import counted
 
 
@@ -86,18 +89,31 @@ def _run(job: Job, notes: list[str]) -> None:
         end = run_steps(job)
         if job.copies is not None:
             job.copies.clear()
+        _note_end(job, end, is_well=True)
         if is_over(job):
             _export(job)
-    except TrainingError:
+    except TrainingError as error:
         if job.copies is not None:  # to go on from just before would end alike
             job.copies.clear()
+        _note_end(job, str(error), is_well=False)
+        raise
+    except Exception as error:
+        _note_end(job, f"{type(error).__name__}: {error}", is_well=False)
         raise
     finally:
+        if job.record is not None:
+            job.record.close()
         job.console.stop()
         if job.metrics is not None:
             job.metrics.close()
         job.trackers.close()
     job.console.say(f"{end} ({job.config.run.dir})")
+
+
+def _note_end(job: Job, text: str, *, is_well: bool) -> None:
+    if job.record is not None:
+        job.record.step = job.step
+        job.record.event("end", ok=is_well, text=text)
 
 
 def _export(job: Job) -> None:
@@ -124,11 +140,11 @@ def build_job(
     numerics.set_up(config)
     data = ranks.on_each(lambda: open_data(config, search_dir), "preparing the data")
     numerics.check_data(config, data, ranks)
+    before = ranks.gather_floats([peak_memory_bytes(device), room_on(device)])
     model = ranks.on_each(lambda: build_model(config, search_dir), "building the model")
     fused = config.run.reproducible != "any_world" or device.type != "cpu"
     ranks.on_each(lambda: way_of(model, config.optim, device, fused=fused))
-    ranks.on_each(lambda: check_sizes(data, model))
-    ranks.on_each(lambda: _check_held_out(loaded, data))
+    ranks.on_each(lambda: _check_data(loaded, data, model))
     manager = CheckpointManager(
         run_dir.checkpoints,
         ranks,
@@ -197,6 +213,8 @@ def build_job(
         stop=stop,
         trackers=trackers,
         best=best,
+        watch=Watch(device),
+        record=_open_record(run_dir, step, model, device, ranks, before, notes),
         best_checkpoints=CheckpointManager(run_dir.best, ranks, keep=1)
         if config.checkpoint.best
         else None,
@@ -210,7 +228,8 @@ def build_job(
     return job, notes
 
 
-def _check_held_out(loaded: LoadedConfig, data: Data) -> None:
+def _check_data(loaded: LoadedConfig, data: Data, model: torch.nn.Module) -> None:
+    check_sizes(data, model)
     config = loaded.config
     wanted = {"train.patience": config.train.patience, "checkpoint.best": config.checkpoint.best}
     wanted["train.eval_at_start"] = config.train.eval_at_start
@@ -248,6 +267,25 @@ def _open_run_dir(config: Config, run_dir: RunDir, best: Best) -> None:
         if kept.step != best.step:  # of steps that are done again
             store.discard(kept.path)
     replace_file(run_dir.config_file, config_as_toml(config).encode())
+
+
+def _open_record(
+    run_dir: RunDir,
+    step: int,
+    model: torch.nn.Module,
+    device: torch.device,
+    ranks: Ranks,
+    memory: torch.Tensor,
+    notes: list[str],
+) -> Record | None:
+    """On rank 0, with a row for this start; `memory`: bytes used and free before the model."""
+    if ranks.rank != 0:
+        return None
+    record = Record(run_dir.path, step, ranks.world_size)
+    facts = start_facts(model, device, ranks.world_size)
+    facts |= {"base_bytes": int(memory[:, 0].max()), "room_bytes": int(memory[:, 1].min())}
+    record.event("start", **facts, notes=notes)
+    return record
 
 
 def _describe(job: Job) -> str:

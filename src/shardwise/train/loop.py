@@ -27,6 +27,7 @@ from shardwise.layout import strategy_named
 from shardwise.train import numerics
 from shardwise.train.config import resolved_strategy
 from shardwise.train.config_file import config_as_dict
+from shardwise.train.data import Samples
 from shardwise.train.evaluation import evaluate
 from shardwise.train.loss.weights import weigh_in_tree, weigh_on_ranks
 from shardwise.train.order import Int64Array, SampleOrder
@@ -35,6 +36,7 @@ from shardwise.train.run_dir import RunDir
 from shardwise.train.running import Job, forward
 from shardwise.train.sampling import sample_texts
 from shardwise.train.schedule import learning_rate, set_learning_rate
+from shardwise.train.watch import NAMES as WATCHED
 
 # Takes one optimizer step: its row for metrics.jsonl, and what asked the job to stop (or nothing).
 Step = Callable[[], tuple[dict[str, Any], str]]
@@ -71,7 +73,7 @@ def _steps(job: Job, step: Step) -> str:
     config, first_step = job.config, job.step + 1
     run_dir = RunDir(config)
     if job.step == 0 and config.train.eval_at_start and job.data.held_out is not None:
-        _report(job, {"step": 0, **evaluate(job, job.data.held_out)})
+        _report(job, {"step": 0, **_evaluated(job, job.data.held_out)})
     while not is_over(job):
         with profiled(job.step + 1, config.log.profile_steps, run_dir.profile, job.ranks.rank):
             row, stopped = step()
@@ -79,7 +81,7 @@ def _steps(job: Job, step: Step) -> str:
         evaluates = _due(config.train.eval_every, job.step, last)
         is_best = False
         if evaluates and job.data.held_out is not None:
-            row.update(evaluate(job, job.data.held_out))
+            row.update(_evaluated(job, job.data.held_out))
             is_best = job.best.take(job.step, row["val_loss"])
             last = is_over(job)
         _report(job, row)
@@ -107,6 +109,16 @@ def _steps(job: Job, step: Step) -> str:
     return f"finished step {job.step}"
 
 
+def _evaluated(job: Job, held_out: Samples) -> dict[str, float]:
+    with _timed(job, "evaluated"):
+        return evaluate(job, held_out)
+
+
+def _timed(job: Job, name: str) -> contextlib.AbstractContextManager[None]:
+    """Its seconds go into log.jsonl."""
+    return contextlib.nullcontext() if job.record is None else job.record.timed(name)
+
+
 def _report(job: Job, row: dict[str, Any]) -> None:
     """A step's row, to all who show or keep it."""
     if job.metrics is not None:
@@ -132,6 +144,7 @@ def _train_step(
     nothing)."""
     config, started = job.config, time.perf_counter()
     job.step += 1
+    job.watch.begin()
     lr = learning_rate(config, job.step)
     set_learning_rate(job.optimizer, lr)
     job.model.train()
@@ -142,12 +155,16 @@ def _train_step(
     names = sorted(means)
     numbers = [means[name] for name in names]
     save_failed = job.checkpoints.check() is not None
-    asked = [bool(job.stop.by), _peak_memory_bytes(job.device), save_failed]
-    table = job.ranks.gather_floats([*asked, *numbers])
-    if table[:, 2].any():  # in the background, on all ranks
+    asked = [bool(job.stop.by), peak_memory_bytes(job.device), save_failed]
+    table = job.ranks.gather_floats([*asked, *job.watch.numbers(), *numbers])
+    asked_of, watched, logged = table.split([len(asked), len(WATCHED), len(names)], dim=1)
+    if asked_of[:, 2].any():  # in the background, on all ranks
         job.checkpoints.wait()
     if run is None:
-        means = dict(zip(names, table[:, 3:].mean(dim=0).tolist(), strict=True))
+        means = dict(zip(names, logged.mean(dim=0).tolist(), strict=True))
+    if job.record is not None:
+        losses = logged[:, names.index("loss")]
+        job.record.ranks(job.step, losses, asked_of[:, 1], watched)
     _check_finite(means["loss"], "loss", job)
     job.loss = means["loss"]
     if not config.optim.in_backward:
@@ -166,11 +183,11 @@ def _train_step(
         "epoch": job.position / order.num_samples,
         speed: per_step / elapsed_s,
         "step_time_s": elapsed_s,
-        "peak_memory_bytes": int(table[:, 1].max()),
+        "peak_memory_bytes": int(asked_of[:, 1].max()),
     }
     if job.mfu_per_hz is not None:
         row["mfu"] = job.mfu_per_hz / elapsed_s
-    return row, (job.stop.by or "another rank") if table[:, 0].any() else ""
+    return row, (job.stop.by or "another rank") if asked_of[:, 0].any() else ""
 
 
 def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
@@ -179,7 +196,8 @@ def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
     strategy = strategy_named(resolved_strategy(config))
     reduce_once = config.optim.in_backward or strategy.defers_reduction
     whole = order.indices(job.position, config.train.global_batch)
-    batches, weigh = weigh_on_ranks(job.model, job.data.train, own, whole, job.ranks)
+    samples = job.watch.over(job.data.train)
+    batches, weigh = weigh_on_ranks(job.model, samples, own, whole, job.ranks)
     sums: dict[str, Tensor] = {}
     for i, batch in enumerate(batches):
         weight, wait = weigh(batch), reduce_once and i < len(own) - 1
@@ -194,7 +212,7 @@ def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
 
 def _in_tree_order(job: Job, order: SampleOrder, run: ReproducibleRun) -> dict[str, float]:
     """The same for `any_world`: micro-batches by index, means over those of all ranks."""
-    size, samples, ranks = job.config.train.micro_batch, job.data.train, job.ranks
+    size, samples, ranks = job.config.train.micro_batch, job.watch.over(job.data.train), job.ranks
     starts = range(job.position, job.position + run.num_micro_batches * size, size)
     every = [order.indices(start, size) for start in starts]
     weigh = weigh_in_tree(job.model, samples, every, ranks, run.seed, job.step)
@@ -218,7 +236,8 @@ def _micro_batches(job: Job, order: SampleOrder) -> Iterator[Int64Array]:
 def save(job: Job) -> None:
     if job.metrics is not None:
         job.metrics.sync()
-    job.checkpoints.save(job.step, job.model, job.optimizer, extra=_extra(job))
+    with _timed(job, "saved"):
+        job.checkpoints.save(job.step, job.model, job.optimizer, extra=_extra(job))
     job.saved_step = job.step
 
 
@@ -255,7 +274,7 @@ def _check_finite(value: float, what: str, job: Job) -> None:
         raise job.ranks.agreed(TrainingError(text))
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -18,8 +18,10 @@ from shardwise.train.config import Config
 from shardwise.train.console import Console
 from shardwise.train.data import Data
 from shardwise.train.metrics import MetricsFile
+from shardwise.train.record import Record
 from shardwise.train.stop import StopRequest
 from shardwise.train.trackers import Trackers
+from shardwise.train.watch import Watch
 
 
 @dataclass(slots=True)
@@ -40,6 +42,8 @@ class Job:
     stop: StopRequest
     trackers: Trackers
     best: Best
+    watch: Watch
+    record: Record | None  # on rank 0
     best_checkpoints: CheckpointManager | None
     tokenizer: Any = None  # of `log.samples`
     mfu_per_hz: float | None = None  # a step's share of the device's arithmetic, times its seconds

@@ -1,0 +1,169 @@
+"""A run directory as it is read: of a run that is over, was killed or goes on. Nothing is written.
+
+Only what stands in the files counts. A run of an older version has no log.jsonl and ranks.jsonl:
+checks that need them say nothing, and the case says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.errors import ConfigError, ShardwiseError
+from shardwise.train.config import Config, CustomModelConfig
+from shardwise.train.config_file import load_config
+from shardwise.train.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from shardwise.plan.model import PlannedModel
+    from shardwise.train.hf.needs import Needs
+
+_WARM_UP = 2  # first steps of a start, which are slower
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """Bytes of a rank by the plan: of this run, and of the same job without sharding."""
+
+    needs: Needs
+    plan: PlannedModel
+    auto_plan: PlannedModel  # with shard.unit = "auto"
+    unsharded_bytes: int  # parameters, gradients and optimizer of the whole model
+
+
+class Case:
+    """ConfigError where the path is no run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            what = "is no directory" if path.exists() else "no such directory"
+            raise ConfigError(f"{path}: {what}; name the run.dir of a job")
+        if not (path / "config.toml").is_file():
+            raise ConfigError(
+                f"{path}: is no run directory (it has no config.toml); name the run.dir of a job"
+            )
+        try:
+            self.loaded = load_config(path / "config.toml")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path / 'config.toml'}: cannot be read: {error}") from None
+        self.config: Config = self.loaded.config
+        self.rows = [row for row in self._read("metrics.jsonl") if row["step"] > 0]
+        self.all_rows = self._read("metrics.jsonl")
+        self.log = self._read("log.jsonl")
+        self.is_live = is_locked(path)
+
+    def _read(self, name: str) -> list[dict[str, Any]]:
+        try:
+            return read_metrics(self.path / name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{self.path / name}: cannot be read: {error}") from None
+
+    # -- what happened -----------------------------------------------------------------------------
+    @cached_property
+    def start(self) -> dict[str, Any]:
+        """The newest; empty where none was recorded."""
+        return next((row for row in reversed(self.log) if row.get("event") == "start"), {})
+
+    @cached_property
+    def end(self) -> dict[str, Any]:
+        """Of the newest start; empty where it has none."""
+        for row in reversed(self.log):
+            if row.get("event") == "start":
+                break
+            if row.get("event") == "end":
+                return row
+        return {}
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Of the newest start, in order."""
+        found = []
+        for row in reversed(self.log):
+            if row.get("event") == "start":
+                break
+            if row.get("event") == name:
+                found.append(row)
+        return found[::-1]
+
+    @property
+    def num_ranks(self) -> int:
+        return int(self.start.get("ranks", 0))
+
+    @property
+    def last_step(self) -> int:
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @cached_property
+    def steady(self) -> list[dict[str, Any]]:
+        """Rows of the newest start, without its first steps."""
+        after = self.start.get("step", 0) + _WARM_UP
+        return [row for row in self.rows if row["step"] > after]
+
+    @cached_property
+    def by_rank(self) -> list[dict[str, Any]]:
+        """Rows of ranks.jsonl that belong to `steady`, each with its step's time."""
+        times = {row["step"]: row.get("step_time_s") for row in self.steady}
+        num, found = self.num_ranks, []
+        for row in self._read("ranks.jsonl"):
+            lists = [value for value in row.values() if isinstance(value, list)]
+            if times.get(row["step"]) and lists and all(len(each) == num for each in lists):
+                found.append(row | {"step_time_s": times[row["step"]]})
+        return found
+
+    # -- what was to be expected -------------------------------------------------------------------
+    @cached_property
+    def predicted(self) -> Predicted | None:
+        """None where the model is somebody's own, or is not there any more."""
+        if isinstance(self.config.model, CustomModelConfig) or not self.num_ranks:
+            return None
+        try:
+            return _predict(self.loaded.on(self.num_ranks).config, self.num_ranks)
+        except (ShardwiseError, OSError):
+            return None
+
+    @property
+    def growth_bytes(self) -> int:
+        """The highest use of any rank, less what it had before its model was built."""
+        peak = max((row.get("peak_memory_bytes", 0) for row in self.rows), default=0)
+        return max(0, peak - self.start.get("base_bytes", peak))
+
+
+def _predict(config: Config, num_ranks: int) -> Predicted:
+    from dataclasses import replace
+
+    from shardwise.train.hf.needs import needs_of_plan, saved_of
+    from shardwise.train.model import build_model, plan_of
+
+    model = build_model(config, None)
+    plan = plan_of(model, config, num_ranks)
+    auto = replace(config, shard=replace(config.shard, unit="auto", overrides=()))
+    needs = needs_of_plan(plan, model, config, num_ranks, saved_of(model, config))
+    whole = plan_of(
+        model,
+        replace(
+            auto,
+            shard=replace(auto.shard, strategy="no_shard"),
+            mesh=replace(config.mesh, replicate=1, shard=-1),
+        ),
+        1,
+    )
+    return Predicted(needs, plan, plan_of(model, auto, num_ranks), whole.kept_bytes)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a job has the directory; a file in it where directories cannot be locked."""
+    for place in (path, path / "lock"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(place, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            finally:
+                os.close(descriptor)
+    return False

@@ -1,0 +1,157 @@
+"""`shardwise doctor RUN`: each planted fault is found and named first; healthy runs have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+
+from ranks import run_ranks, spawn_ranks
+from shardwise.cli import main
+from shardwise.doctor.finding import Finding
+from shardwise.doctor.run.case import Case
+from shardwise.doctor.run.checks import examine
+
+pytestmark = pytest.mark.timeout(240)  # for a loaded machine
+
+
+def without(keys: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if key != name}
+
+
+# The fault's name -> keys of the job that has it, and what evidence or remedy must say.
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "units": (
+        planted.TINY | {"shard.unit": "embedding", "model.layers": 6, "model.dim": 128},
+        "shard.unit",
+    ),
+    "loss-no-number": (planted.TINY | {"optim.lr": 1e30}, "optim.lr"),
+    "diverges": (
+        planted.TINY
+        | {
+            "optim.lr": 10.0,
+            "train.steps": 32,
+            "optim.schedule": "constant",
+            "optim.warmup_steps": 24,
+        },
+        "optim.lr",
+    ),
+    "never-evaluated": (
+        without(planted.TINY, "train.eval_samples") | {"train.eval_every": 0},
+        "train.eval_every",
+    ),
+    "saves-too-often": (planted.TINY | {"checkpoint.every": 1}, "checkpoint.every"),
+    "warm-up-never-ends": (planted.TINY | {"optim.warmup_steps": 100}, "optim.warmup_steps"),
+    "communication": (
+        planted.TINY
+        | {
+            "train.micro_batch": 1,
+            "train.global_batch": 8,
+            "model.dim": 384,
+            "train.steps": 8,
+            "data.seq_len": 8,
+            "shard.transport": "c10d",
+        },
+        "train.micro_batch",
+    ),
+    "data-starved": (planted.OWN | {"data.source": "planted:slow"}, "data.source"),
+    "same-samples": (planted.OWN | {"data.source": "planted:deaf"}, "data.source"),
+    "straggler": (planted.OWN | {"data.source": "planted:slow_on_one"}, "rank 1"),
+    "slower": (planted.OWN | {"model.kind": "planted:slower", "train.steps": 40}, "log.profile"),
+    "overfits": (
+        planted.OWN | {"data.source": "planted:noise", "train.steps": 60, "optim.lr": 0.01},
+        "checkpoint.best",
+    ),
+}
+# Those that only a fresh process shows: the highest use of one that lived on would hide them.
+OF_MEMORY: dict[str, tuple[dict[str, Any], str]] = {
+    "memory-grows": (planted.OWN | {"model.kind": "planted:keeps", "train.steps": 12}, "a step"),
+    "buffers": (planted.OWN | {"model.kind": "planted:table"}, "100.0 MiB"),
+    "activations": (
+        planted.TINY
+        | {
+            "model.dim": 64,
+            "model.layers": 4,
+            "data.seq_len": 512,
+            "train.micro_batch": 32,
+            "train.global_batch": 64,
+            "train.steps": 2,
+            "optim.warmup_steps": 1,
+            "train.eval_samples": 2,
+        },
+        "activation_checkpointing",
+    ),
+    "logits": (
+        planted.TINY
+        | {
+            "model.vocab_size": 16384,
+            "data.seq_len": 256,
+            "train.micro_batch": 16,
+            "train.global_batch": 32,
+            "train.steps": 2,
+            "optim.warmup_steps": 1,
+            "train.eval_samples": 2,
+        },
+        "train.micro_batch = 8",
+    ),
+}
+
+
+def found_in(directory: Path) -> list[Finding]:
+    return examine(Case(directory))
+
+
+def text_of(finding: Finding) -> str:
+    return f"{finding.title}\n{finding.evidence}\n{finding.meaning}\n{finding.remedy}"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named_first(tmp_path: Path, name: str) -> None:
+    keys, said = FAULTS[name]
+    run_ranks(2, planted.run, tmp_path / "run", keys)
+    found = found_in(tmp_path / "run")
+    assert [f.name for f in found][:1] == [name], found
+    assert said in text_of(found[0])
+
+
+@pytest.mark.parametrize("name", OF_MEMORY)
+def test_memory_that_did_not_fall(tmp_path: Path, name: str) -> None:
+    keys, said = OF_MEMORY[name]
+    with spawn_ranks(2, planted.run, tmp_path / "run", keys) as group:
+        group.join()
+    found = found_in(tmp_path / "run")
+    assert [f.name for f in found][:1] == [name], found
+    assert said in text_of(found[0])
+
+
+HEALTHY = {
+    "decoder": planted.TINY | {"train.steps": 24},
+    "evaluated, saved": planted.TINY | {"train.steps": 24, "checkpoint.every": 12},
+    "of a user": planted.OWN | {"train.steps": 24},
+}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("keys", HEALTHY.values(), ids=HEALTHY)
+def test_a_healthy_run_has_no_finding(tmp_path: Path, keys: dict[str, Any], world: int) -> None:
+    run_ranks(world, planted.run, tmp_path / "run", keys)
+    assert found_in(tmp_path / "run") == []
+    assert main(["doctor", str(tmp_path / "run")]) == 0
+
+
+def test_the_work_of_one_rank(tmp_path: Path) -> None:
+    keys = planted.OWN | {"model.kind": "planted:slow_rank"}
+    run_ranks(2, planted.run, tmp_path / "run", keys)
+    (first, *_) = found_in(tmp_path / "run")
+    assert first.name == "straggler" and "rank 1 is behind" in first.title
+
+
+def test_killed_and_started_again(tmp_path: Path) -> None:
+    run, keys = tmp_path / "run", planted.TINY | {"checkpoint.every": 4}
+    run_ranks(2, planted.run, run, keys, 7)
+    (first, *_) = found_in(run)
+    assert first.name == "killed" and "after step 6" in first.title and "step 4" in first.remedy
+    run_ranks(2, planted.run, run, keys)
+    assert "killed" not in [finding.name for finding in found_in(run)]
