@@ -230,6 +230,10 @@ def build_job(
 
 def _check_data(loaded: LoadedConfig, data: Data, model: torch.nn.Module) -> None:
     check_sizes(data, model)
+    _check_held_out(loaded, data)
+
+
+def _check_held_out(loaded: LoadedConfig, data: Data) -> None:
     config = loaded.config
     wanted = {"train.patience": config.train.patience, "checkpoint.best": config.checkpoint.best}
     wanted["train.eval_at_start"] = config.train.eval_at_start
