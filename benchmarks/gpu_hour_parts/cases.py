@@ -345,7 +345,8 @@ def capture_into_a_graph(context: Context) -> Row:
     graph = torch.cuda.CUDAGraph()
     said = "captured"
     try:
-        with torch.cuda.graph(graph):
+        # The watchdog of NCCL asks for events in a thread of its own meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             model(tokens)
     except Exception as error:
         said = f"refused: {type(error).__name__}: {str(error).splitlines()[0][:200]}"

@@ -17,6 +17,7 @@ import torch
 
 from gpu_hour_parts import engines, models
 from gpu_hour_parts.settings import Context, Row, Settings
+from gpu_hour_parts.speed import why_not_fit
 
 ENGINES = ("shardwise", "fsdp2", "shardwise:shard_grad_op", "ddp")
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -33,6 +34,9 @@ def items(settings: Settings) -> list[str]:
 def run(item: str, context: Context) -> Row:
     name, precision, engine = item.split("/")
     size = models.SIZES[name]
+    context.device.start_peaks()
+    if why := why_not_fit(size, engine, precision, context):
+        return {"state": "skipped", "why": why}
     trainer = engines.build_trainer(engine, size.make, context, precision, compiled=False)
     shape = (size.num_sequences, size.num_tokens + 1)
     tokens = torch.randint(size.config.vocab_size, shape).to(context.device.place)

@@ -38,15 +38,10 @@ def items(settings: Settings) -> list[str]:
 def run(item: str, context: Context) -> Row:
     name, precision, engine, *compiled = item.split("/")
     size = models.sizes(context.is_dry)[name]
-    free = context.device.free_bytes()
-    needs = size.needs_bytes(context.world, precision, engine == "ddp")
-    if free is not None:
-        free = int(-engines.largest(-free, context))  # the least of all ranks
-        if needs > USABLE * free:
-            gib = f"{needs / 2**30:.0f} GiB of {free / 2**30:.0f}"
-            return {"state": "skipped", "why": f"does not fit: about {gib}"}
-    torch.compiler.reset()  # the blocks of all sizes are one function to it
     context.device.start_peaks()
+    if why := why_not_fit(size, engine, precision, context):
+        return {"state": "skipped", "why": why}
+    torch.compiler.reset()  # the blocks of all sizes are one function to it
     trainer = engines.build_trainer(engine, size.make, context, precision, bool(compiled))
     source = torch.Generator().manual_seed(context.rank)
     shape = (size.num_sequences, size.num_tokens + 1)
@@ -58,9 +53,21 @@ def run(item: str, context: Context) -> Row:
         "tokens_per_s": round(per_step / found["step_s"]),
         "num_params": size.num_params,
         "tokens_per_step": per_step,
-        "expected_bytes": needs,
+        "expected_bytes": size.needs_bytes(context.world, precision, engine == "ddp"),
         **(context.device.peaks() or {}),
     }
+
+
+def why_not_fit(size: models.Size, engine: str, precision: str, context: Context) -> str:
+    """Empty where there is room on all ranks; behind `start_peaks`, which frees what is cached."""
+    free = context.device.free_bytes()
+    if free is None:
+        return ""
+    free = int(-engines.largest(-free, context))
+    needs = size.needs_bytes(context.world, precision, engine == "ddp")
+    if needs <= USABLE * free:
+        return ""
+    return f"does not fit: about {needs / 2**30:.0f} GiB of {free / 2**30:.0f}"
 
 
 def measure(trainer: engines.Trainer, tokens: torch.Tensor, context: Context) -> Row:

@@ -196,6 +196,36 @@ def test_every_engine_of_the_speed_stage_trains(rank: int, world: int, tmp_path:
     assert engines.why_not("fsdp2:hybrid", 3) and not engines.why_not("fsdp2:keep", 3)
 
 
+def test_what_does_not_fit_is_skipped(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the least that is free on a rank, once what was cached is given back."""
+    from gpu_hour_parts import engines, speed
+    from gpu_hour_parts.device import Device
+    from gpu_hour_parts.settings import Context, Settings
+
+    monkeypatch.setattr(engines, "largest", lambda value, context: value)
+    cuda.mem_get_info.side_effect = lambda index: (
+        (24 * 2**30, 25 * 2**30) if cuda.empty_cache.called else (0, 25 * 2**30)
+    )
+    context = Context(Settings("cuda", 8, False, ""), Device("cuda"), 0, 8)
+    row = speed.run("8B/bf16/ddp", context)
+    assert row["state"] == "skipped" and row["why"].startswith("does not fit: about 1")
+    assert row["why"].endswith("GiB of 24")
+    size = speed.models.SIZES["350M"]
+    assert speed.why_not_fit(size, "shardwise", "bf16", context) == ""
+
+
+def test_the_stage_of_tests_starts_those_with_the_mark(tmp_path: Path) -> None:
+    from gpu_hour_parts import gpu_tests
+    from gpu_hour_parts.device import Device
+    from gpu_hour_parts.settings import Context, Settings
+
+    if torch.cuda.is_available():
+        pytest.skip("they would run")
+    context = Context(Settings("cpu", 2, True, str(tmp_path)), Device("cpu"), 0, 2)
+    row = gpu_tests.run("pytest -m gpu", context)
+    assert row["code"] == 0 and "skipped" in row["said"] and "failed" not in row["said"]
+
+
 @on_ranks(2)
 def test_the_sanitizer_stage_trains_and_notices_that_nobody_looks(
     rank: int, world: int, tmp_path: Path

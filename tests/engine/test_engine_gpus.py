@@ -170,7 +170,8 @@ def captured(rank: int, world: int) -> str:
         value = model(x)
         torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph):
+            # The watchdog of NCCL asks for events in a thread of its own meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 kept = model(x)
             graph.replay()
             torch.cuda.synchronize()
