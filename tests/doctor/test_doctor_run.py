@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +158,45 @@ def test_killed_and_started_again(tmp_path: Path) -> None:
     assert first.name == "killed" and "after step 6" in first.title and "step 4" in first.remedy
     run_ranks(2, planted.run, run, keys)
     assert "killed" not in [finding.name for finding in found_in(run)]
+
+
+def test_files_that_are_half_written_or_older(tmp_path: Path, capsys) -> None:
+    """A run that is being written, one of a version that recorded less, one that is no run."""
+    run = tmp_path / "run"
+    run_ranks(2, planted.run, run, planted.TINY)
+    for name in ("metrics.jsonl", "log.jsonl", "ranks.jsonl"):
+        whole = (run / name).read_bytes()
+        (run / name).write_bytes(whole + b'{"step": 13, "loss": [1.2, \x00')
+    assert main(["doctor", str(run)]) == 0
+    (run / "log.jsonl").unlink()
+    (run / "ranks.jsonl").unlink()
+    capsys.readouterr()
+    assert main(["doctor", str(run), "--json"]) == 0
+    assert "an older version" in json.loads(capsys.readouterr().out)["notes"][0]
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    assert main(["doctor", str(run)]) == 2
+    (run / "metrics.jsonl").unlink()
+    assert main(["doctor", str(run)]) == 0  # begun, and no step yet
+    (run / "config.toml").write_text("[train]\nsteps = ")
+    assert main(["doctor", str(run)]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_run_that_goes_on_is_not_killed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(2, planted.run, run, planted.TINY | {"checkpoint.every": 4}, 7)
+    descriptor = os.open(run, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        assert Case(run).is_live and "killed" not in [finding.name for finding in found_in(run)]
+    finally:
+        os.close(descriptor)
+    assert found_in(run)[0].name == "killed"
+
+
+def test_one_rank_and_what_it_cannot_use(tmp_path: Path) -> None:
+    keys = planted.TINY | {"shard.strategy": "full_shard", "shard.gather_limit": "1MiB"}
+    run_ranks(1, planted.run, tmp_path / "run", keys)
+    found = found_in(tmp_path / "run")
+    assert {f.name for f in found} == {"no-effect-strategy", "no-effect-gather-limit"}
+    assert main(["doctor", str(tmp_path / "run")]) == 0  # hints

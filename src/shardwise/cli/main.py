@@ -42,7 +42,7 @@ _COMMANDS = {
     ),
     "doctor": (
         "shardwise.doctor.examine",
-        "what was wrong with a run: memory, time, losses, ranks; and what to write instead",
+        "what is in the way on this machine, or was wrong with a run; and what to write",
     ),
     "import-config": (
         "shardwise.importing.command",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
-from shardwise.plan.hardware import parse_gpus
+from shardwise.plan.hardware import DEVICES, memory_of, parse_gpus, read_hardware
 from shardwise.train.command import parse
 from shardwise.train.config import Config
 from shardwise.train.config_checks import world_problems
@@ -31,17 +31,19 @@ if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel
 
 _HELP = """usage: shardwise plan [CONFIG.toml | DIR | config.json] [--gpus N | NxMEMORY | NxNAME]
+                      [--hardware NAME | FILE]
                       [--section.key value ...] [--json]
        shardwise plan --params NUMBER [--units N] [--dtype bf16] [--compute fp32] [--gpus ...]
 
 Shows what each strategy needs on each device, what fits, and which to take. Nothing is run.
---gpus 2x24GB, 8xh100: devices and the memory of each; without memory, or without --gpus, that of
-this machine. --params 14e9: a model of that many parameters in --units equal units (32), kept in
---dtype (float32) and computed in --compute (bfloat16); activations are not known then."""
+--gpus 2x24GB, 8xh100: devices and the memory of each; without memory that of --hardware (a name, or
+a file of shardwise doctor --save), else of this machine. --params 14e9: a model of that many
+parameters in --units equal units (32), kept in --dtype (float32) and computed in --compute
+(bfloat16); activations are not known then."""
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 GROUP = 8  # ranks of a group of `hybrid_shard`: those of one host
-_OWN = ("gpus", "params", "units", "dtype", "compute")
+_OWN = ("gpus", "hardware", "params", "units", "dtype", "compute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         own, rest = _split(arguments)
         as_json = "--json" in rest
         rest = [word for word in rest if word != "--json"]
-        ranks, room = _devices(own.get("gpus"))
+        ranks, room = _devices(own.get("gpus"), own.get("hardware"))
         if "params" in own:
             rows, notes, change = _of_count(own, rest, ranks, room)
         else:
@@ -131,11 +133,15 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def _devices(text: str | None) -> tuple[int, int]:
+def _devices(text: str | None, hardware: str | None) -> tuple[int, int]:
     try:
         ranks, memory = parse_gpus(text or "2")
     except ValueError as error:
         raise ConfigError(f"--gpus: {error}") from None
+    if hardware is not None:
+        if memory is not None:
+            raise ConfigError("--hardware: --gpus says the memory already; give it a number alone")
+        return _of_hardware(hardware, ranks if text else None)
     if memory is None:
         import torch
 
@@ -145,6 +151,20 @@ def _devices(text: str | None) -> tuple[int, int]:
         room = room_on(torch.device("cuda" if has_gpu else "cpu"))
         memory = room if has_gpu else room // ranks
     return ranks, memory
+
+
+def _of_hardware(text: str, ranks: int | None) -> tuple[int, int]:
+    try:
+        if text.lower() in DEVICES:
+            return ranks or 1, memory_of(text)
+        path = Path(text)
+        if not path.exists():
+            raise ValueError(f"{text}: no such file, and no device of {', '.join(DEVICES)}")
+        kind, count, memory = read_hardware(path)
+    except ValueError as error:
+        raise ConfigError(f"--hardware: {error}") from None
+    ranks = ranks or (2 if kind == "cpu" else count)
+    return ranks, memory // ranks if kind == "cpu" else memory
 
 
 def _number(own: dict[str, str], key: str, default: str) -> int:

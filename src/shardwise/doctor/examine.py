@@ -6,17 +6,27 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.doctor.finding import exit_code, show
+from rich.console import Console
+
+from shardwise.doctor.finding import Finding, exit_code, show
+from shardwise.doctor.machine.show import print_machine
 from shardwise.errors import ConfigError
 from shardwise.units import counted
 
-_HELP = """usage: shardwise doctor RUN [--json]
+_HELP = """usage: shardwise doctor [--save FILE] [--dir FOLDER] [--json]
+       shardwise doctor RUN [--json]
 
-Looks at a run directory, of a run that is over, was killed or goes on, and says what was wrong with
-it: evidence, what it means, and the line of the configuration that changes it. Nothing is written.
-Exit codes: 0 nothing that matters, 1 a finding that does, 2 a mistake."""
+Without a run: looks at this machine: versions, devices, memory, limits, /dev/shm, disk. With --save
+FILE it measures how fast memory, disk and two ranks move bytes (some seconds) and writes a hardware
+file, which `shardwise plan --hardware FILE` reads. --dir is where runs will write (.).
+With a run directory, of a run that is over, was killed or goes on: what was wrong with it. Nothing
+is written there.
+Each finding has its evidence, what it means, and a line that changes it. Exit codes: 0 nothing that
+matters, 1 a finding that does, 2 a mistake."""
+_VALUED = ("--save", "--dir")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,21 +35,75 @@ def main(arguments: Sequence[str]) -> int:
         print(_HELP)
         return 0
     try:
-        words = [word for word in arguments if word != "--json"]
-        for word in words:
-            if word.startswith("-"):
-                raise ConfigError(f"{word}: unknown option; there is --json")
-        if len(words) > 1:
-            raise ConfigError(f"{words[1]}: a second run directory; {words[0]} is the first")
-        if not words:
-            raise ConfigError("name a run directory: shardwise doctor RUN")
-        return _of_run(Path(words[0]).expanduser(), as_json="--json" in arguments)
+        run, own, as_json = _parse(arguments)
+        if run is None:
+            return _of_machine(own, as_json=as_json)
+        for option in own:
+            raise ConfigError(f"{option}: is for the machine; leave out {run}")
+        return _of_run(run, as_json=as_json)
     except ConfigError as error:
         print(f"shardwise doctor: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("shardwise doctor: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Path | None, dict[str, str], bool]:
+    run: Path | None = None
+    own: dict[str, str] = {}
+    words, as_json = list(arguments), False
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        if word == "--json":
+            as_json = True
+        elif name in _VALUED:
+            if not equals and (not words or words[0].startswith("-")):
+                raise ConfigError(f"{name}: needs a value ({name} {name[2:].upper()})")
+            own[name] = value if equals else words.pop(0)
+        elif word.startswith("-"):
+            raise ConfigError(f"{word}: unknown option; there are --json, {', '.join(_VALUED)}")
+        elif run is not None:
+            raise ConfigError(f"{word}: a second run directory; {run} is the first")
+        else:
+            run = Path(word).expanduser()
+    return run, own, as_json
+
+
+def _of_machine(own: dict[str, str], *, as_json: bool) -> int:
+    import torch
+
+    from shardwise.doctor.machine.bandwidth import measure
+    from shardwise.doctor.machine.checks import examine
+    from shardwise.doctor.machine.gpus import find_gpus, pairs_without_p2p
+    from shardwise.doctor.machine.hardware_file import as_toml, check_target, write
+    from shardwise.doctor.machine.host import look
+    from shardwise.train.columns import console_of
+
+    folder, target = Path(own.get("--dir", ".")).expanduser(), own.get("--save")
+    if target is not None:
+        check_target(Path(target).expanduser())
+    host, gpus = look(folder), find_gpus()
+    no_p2p = pairs_without_p2p(torch.cuda)
+    found = examine(host, gpus, no_p2p, folder, torch_sees=torch.cuda.device_count())
+    measured = measure(folder) if target is not None else None
+    if target is not None and measured is not None:
+        write(Path(target).expanduser(), as_toml(host, gpus, measured))
+    if as_json:
+        print(json.dumps({
+            "host": asdict(host),
+            "gpus": [asdict(gpu) for gpu in gpus],
+            "pairs_without_p2p": no_p2p,
+            "measured": measured and measured.as_json(),
+            "findings": [each.as_json() for each in found],
+        }))  # fmt: skip
+        return exit_code(found)
+    console = console_of(sys.stdout)
+    print_machine(console, host, gpus, measured)
+    if target is not None:
+        console.print(f"Written: {target} (shardwise plan --hardware {target})", markup=False)
+    return _end(console, found)
 
 
 def _of_run(path: Path, *, as_json: bool) -> int:
@@ -53,7 +117,10 @@ def _of_run(path: Path, *, as_json: bool) -> int:
         print(json.dumps(facts(case) | {"findings": [each.as_json() for each in found]}))
         return exit_code(found)
     print_facts(case)
-    console = console_of(sys.stdout)
+    return _end(console_of(sys.stdout), found)
+
+
+def _end(console: Console, found: list[Finding]) -> int:
     show(console, found)
     console.print(f"\n{counted(len(found), 'finding')}" if found else "Nothing found.")
     return exit_code(found)

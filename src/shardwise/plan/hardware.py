@@ -1,4 +1,4 @@
-"""Devices by name: how much memory they have.
+"""Devices by name, or by a file that `shardwise doctor` wrote: how much memory they have.
 
 Memory is the vendor's figure with 1 GB = 10**9 bytes; what a device really offers is some percent
 more (its gigabytes are binary), about what the driver's context and the allocator's rest take.
@@ -8,6 +8,8 @@ Sources: the product pages of NVIDIA and AMD, 2026.
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 from shardwise.units import parse_size
 
@@ -51,3 +53,26 @@ def memory_of(text: str) -> int:
     if not size or (name.isdecimal() and name not in DEVICES):
         raise ValueError(f"{text!r}: no size, and no device of {', '.join(DEVICES)}")
     return size
+
+
+def read_hardware(path: Path) -> tuple[str, int, int]:
+    """Kind of device ("cuda", or "cpu": one memory that ranks share), their number, bytes of each.
+
+    Raises:
+        ValueError: it is no hardware file.
+    """
+    try:
+        found = tomllib.loads(path.read_text()).get("device")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no TOML: {error}") from None
+    device = found if isinstance(found, dict) else {}
+    kind, count, memory = (device.get(key) for key in ("kind", "count", "memory"))
+    numbers = [n for n in (count, memory) if type(n) is int and n > 0]
+    if kind not in ("cpu", "cuda") or len(numbers) < 2:
+        raise ValueError(
+            f"{path}: no hardware file (its [device] must have kind, count and memory); write one "
+            f"by: shardwise doctor --save hardware.toml"
+        )
+    return str(kind), numbers[0], numbers[1]
