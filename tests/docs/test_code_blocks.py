@@ -34,6 +34,7 @@ from shardwise.bench.workload import workload_named
 from shardwise.cli import main as shardwise_main
 from shardwise.doctor.command import parser as verify_parser
 from shardwise.doctor.command import plan_of
+from shardwise.doctor.examine import parse_arguments as parse_doctor
 from shardwise.errors import ConfigError
 from shardwise.install import uninstall
 from shardwise.train.command import parse
@@ -192,6 +193,9 @@ def _shardwise(words: list[str], folder: Path) -> None:
         return
     if words[0] == "verify":
         _verify(words[1:], folder)
+        return
+    if words[0] == "doctor":
+        parse_doctor(words[1:])
         return
     if words[0] == "data":
         assert load_config(folder / words[1], parse(words[2:]).overrides)

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_HELP)
         return 0
     try:
-        run, own, as_json = _parse(arguments)
+        run, own, as_json = parse_arguments(arguments)
         if run is None:
             return _of_machine(own, as_json=as_json)
         for option in own:
@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> int:
         return 130
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Path | None, dict[str, str], bool]:
+def parse_arguments(arguments: Sequence[str]) -> tuple[Path | None, dict[str, str], bool]:
+    """The run, options with values, and whether --json is there."""
     run: Path | None = None
     own: dict[str, str] = {}
     words, as_json = list(arguments), False
