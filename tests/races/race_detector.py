@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,7 +39,7 @@ from shardwise.comm.blocks import Blocks
 from shardwise.comm.c10d.transport import C10dTransport
 
 Clock = dict[int, int]
-COMPUTE = 0
+COMPUTE, HOST = 0, 1
 
 
 @dataclass
@@ -47,24 +48,43 @@ class Memory:
 
     alive: StorageWeakRef
     owner: int
+    start: int
+    end: int
     accesses: dict[tuple[int, bool], tuple[int, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, owner: int) -> Memory:
+        start = storage.data_ptr()
+        return cls(StorageWeakRef(storage), owner, start, start + storage.nbytes())
 
     def of_others(self) -> dict[tuple[int, bool], tuple[int, str]]:
         """Accesses of other streams, which the allocator does not know of."""
         return {key: access for key, access in self.accesses.items() if key[0] != self.owner}
 
 
+@dataclass(frozen=True)
+class Lent:
+    """The memory of another storage, while that lives."""
+
+    alive: StorageWeakRef
+    key: int
+
+
 class Detector:
-    """Streams are numbers; 0 is the one on which the user computes."""
+    """Streams are numbers; 0 is the one on which the user computes, 1 the host itself, which is
+    where tensors in host memory are computed with. What it launches comes behind what it has done.
+    """
 
     def __init__(self) -> None:
-        self.names = {COMPUTE: "compute"}
-        self.clocks: dict[int, Clock] = {COMPUTE: {COMPUTE: 0}}
+        self.names = {COMPUTE: "compute", HOST: "the host"}
+        self.clocks: dict[int, Clock] = {COMPUTE: {COMPUTE: 0}, HOST: {HOST: 0}}
         self.current = COMPUTE
         self.races: Counter[str] = Counter()
         self.num_launches = 0
         self.is_paused = False
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(2)
+        self._on_host: dict[int, StorageWeakRef] = {}
+        self._lent: dict[tuple[int, int], Lent] = {}
         self._memory: dict[int, Memory] = {}
         self._freed: dict[int, list[dict[tuple[int, bool], tuple[int, str]]]] = {}
 
@@ -91,6 +111,39 @@ class Detector:
         return self.clocks[stream].get(other, -1) >= time
 
     # -- memory ----------------------------------------------------------------------------------
+    def _key(self, storage: torch.UntypedStorage) -> int:
+        """Storages made by `from_dlpack` have the memory of others, and cannot be resized."""
+        own = storage._cdata
+        if storage.nbytes() == 0 or storage.resizable():
+            return own
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if (known := self._lent.get((start, end))) is not None and not known.alive.expired():
+            return known.key
+        for key, memory in self._memory.items():
+            if not memory.alive.expired() and memory.start <= start and end <= memory.end:
+                self._lent[start, end] = Lent(memory.alive, key)
+                return key
+        return own
+
+    def put_on_host(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = self._key(storage)
+        self._on_host[key] = StorageWeakRef(storage)
+        # It was the host's before, too.
+        self._memory[key] = Memory.of(storage, HOST)
+
+    def are_on_host(self, tensors: list[torch.Tensor]) -> bool:
+        """Computing with these is the host's own work."""
+        return bool(tensors) and all(map(self._is_on_host, tensors))
+
+    def _is_on_host(self, tensor: torch.Tensor) -> bool:
+        key = self._key(tensor.untyped_storage())
+        known = self._on_host.get(key)
+        if known is not None and known.expired():
+            del self._on_host[key]
+            known = None
+        return known is not None
+
     def launch(
         self,
         name: str,
@@ -102,6 +155,10 @@ class Detector:
         if self.is_paused:
             return
         stream = self.current if stream is None else stream
+        if stream == self.current and self.are_on_host([*reads, *writes]):
+            stream = HOST
+        else:
+            self.wait(self.record(HOST), stream)
         self._tick(stream)
         self.num_launches += 1
         what = f"{name} at {where()}"
@@ -110,10 +167,15 @@ class Detector:
         for tensor in writes:
             self._access(tensor.untyped_storage(), stream, what, writes=True)
 
+    def copied(self, targets: list[torch.Tensor]) -> None:
+        """By a call that does not return before host memory is written."""
+        if self.are_on_host(targets):
+            self.wait(self.record(self.current), HOST)
+
     def allocated(self, storage: torch.UntypedStorage, what: str) -> None:
         """An empty storage gets memory of the current stream's pool."""
         self.released(storage)
-        self._memory[storage._cdata] = Memory(StorageWeakRef(storage), self.current)
+        self._memory[storage._cdata] = Memory.of(storage, self.current)
         self._reuse(self.current, what)
 
     def released(self, storage: torch.UntypedStorage) -> None:
@@ -126,7 +188,9 @@ class Detector:
 
     def _free(self, key: int) -> None:
         memory = self._memory.pop(key, None)
-        if memory is not None and (left := memory.of_others()):
+        if memory is None or memory.owner == HOST:
+            return  # pinned memory knows who copies from it
+        if left := memory.of_others():
             self._freed.setdefault(memory.owner, []).append(left)
 
     def _access(
@@ -134,12 +198,13 @@ class Detector:
     ) -> None:
         if storage.nbytes() == 0:
             return
-        memory = self._memory.get(storage._cdata)
+        key = self._key(storage)
+        memory = self._memory.get(key)
         if memory is not None and memory.alive.expired():
-            self._free(storage._cdata)
+            self._free(key)
             memory = None
         if memory is None:
-            memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage), stream)
+            memory = self._memory[key] = Memory.of(storage, stream)
             self._reuse(stream, what)
         for (other, wrote), (time, before) in memory.accesses.items():
             if other != stream and (wrote or writes) and not self._is_behind(stream, other, time):
@@ -218,15 +283,23 @@ class Lanes:
         if event is not None and self._does(f"wait in {caller()}"):
             self._detector.wait(event, self._detector.current)
 
+    def on_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        self._detector.put_on_host(tensor)
+        return tensor
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
     def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
-        host = tensor.clone()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._detector.put_on_host(host)
+        host.copy_(tensor, non_blocking=True)
         self._copied = self._detector.record(self._detector.current)
         return host
 
     def land(self) -> None:
-        """The host writes nothing here: what computes next takes what it knows."""
         if self._copied is not None and self._does(f"land in {caller()}"):
-            self._detector.wait(self._copied, self._detector.current)
+            self._detector.wait(self._copied, HOST)
             self._copied = None
 
 
@@ -262,6 +335,8 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does comes here, operator by operator
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         schema = func._schema
@@ -284,9 +359,15 @@ class Operators(TorchDispatchMode):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             (writes if is_written else reads).extend(tensors_in(value))
         known = {t.untyped_storage()._cdata for t in (*reads, *writes)}
-        writes += [t for t in tensors_in(out) if t.untyped_storage()._cdata not in known]
+        made = [t for t in tensors_in(out) if t.untyped_storage()._cdata not in known]
+        if self._detector.are_on_host([*reads, *writes]):
+            for tensor in made:
+                self._detector.put_on_host(tensor)
+        writes += made
         self._detector.sweep()
         self._detector.launch(name, reads, writes)
+        if name == "copy_" and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
+            self._detector.copied(writes)
         return out
 
 

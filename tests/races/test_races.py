@@ -94,14 +94,15 @@ def train(
     steps_early: bool = False,
     separate: bool = False,
     in_place: bool = False,
+    syncs: bool = False,
     **options: Any,
 ) -> None:
     """Three steps with clipping, and prefetch as on an accelerator. `in_place`: all parameters
-    count as large, and the backend starts collectives as one.
+    count as large, and the backend starts collectives as one. `syncs`: each micro-batch does.
     """
     with in_place_for_all() if in_place else contextlib.nullcontext():
         model = sharded(mesh, width=width, **options)
-        steps(model, num_micro, width, steps_early=steps_early, separate=separate)
+        steps(model, num_micro, width, steps_early=steps_early, separate=separate, syncs=syncs)
 
 
 @contextlib.contextmanager
@@ -112,7 +113,9 @@ def in_place_for_all() -> Iterator[None]:
         yield
 
 
-def steps(model: Any, num_micro: int, width: int, *, steps_early: bool, separate: bool) -> None:
+def steps(
+    model: Any, num_micro: int, width: int, *, steps_early: bool, separate: bool, syncs: bool
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if steps_early:
         sw.step_in_backward(model, optimizer)
@@ -121,7 +124,7 @@ def steps(model: Any, num_micro: int, width: int, *, steps_early: bool, separate
     for _ in range(3):
         for micro in range(num_micro):
             is_last = micro == num_micro - 1
-            model.set_requires_gradient_sync(is_last)
+            model.set_requires_gradient_sync(is_last or syncs)
             model.num_run = 3 if is_last and num_micro > 1 else 4  # one has sums only
             model(torch.randn(4, width)).square().mean().backward()
         if not steps_early:
@@ -188,6 +191,7 @@ def drop(mesh: DeviceMesh, **options: Any) -> None:
 def configurations(world: int) -> dict[str, Callable[[], None]]:
     line = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     half = sw.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    on_host = sw.CPUOffloadPolicy(pin_memory=False)
     run = functools.partial
     of_a_line = {
         "full_shard": run(train, line),
@@ -201,6 +205,11 @@ def configurations(world: int) -> dict[str, Callable[[], None]]:
         "no_shard": run(train, line, strategy="no_shard"),
         "recomputation": run(train, line, activation_checkpointing=True),
         "selective recomputation": run(train, line, activation_checkpointing="selective"),
+        "offloaded activations": run(train, line, offload_activations=True),
+        "offload": run(train, line, offload_policy=on_host),
+        "offload, accumulation": run(train, line, offload_policy=on_host, num_micro=3, syncs=True),
+        "offload, step in backward": run(train, line, offload_policy=on_host, steps_early=True),
+        "offload, bf16": run(train, line, offload_policy=on_host, mp_policy=half),
         "step in backward": run(train, line, steps_early=True),
         "tied": run(train, line, tied=True),
         "extension": run(train, line, extends=True),

@@ -20,6 +20,7 @@ gradients, and gradients that are reduced where they are, are let go of once the
 waited for their collective; the compute stream waits for the lane before it allocates again.
 
 Host memory. What a lane copies there (`to_host`) is complete when the host has waited (`land`).
+Nobody else asks whether a tensor is on the device.
 
 On CPU every method does nothing.
 """
@@ -57,6 +58,14 @@ class Streams(Protocol):
         """The compute stream waits for the event."""
         ...
 
+    def on_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        """A tensor in host memory that lanes are to copy from; itself, or pinned."""
+        ...
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on the device of what is in host memory, by the current stream; else itself."""
+        ...
+
     def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
         """A copy in host memory, by the current stream; not to be read before `land`."""
         ...
@@ -84,6 +93,12 @@ class NoStreams:
     def wait(self, event: Any) -> None:
         return None
 
+    def on_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        return tensor
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
     def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
         return tensor
 
@@ -94,7 +109,7 @@ class NoStreams:
 NO_STREAMS = NoStreams()
 
 
-class DeviceStreams:
+class DeviceStreams(NoStreams):
     """CUDA and everything else with `torch.Stream`."""
 
     is_async = True
@@ -129,6 +144,9 @@ class DeviceStreams:
     def wait(self, event: Any) -> None:
         if event is not None:
             self._module.current_stream(self._device).wait_event(event)
+
+    def on_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
+        return tensor.pin_memory() if pinned else tensor
 
     def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)

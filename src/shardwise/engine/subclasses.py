@@ -293,7 +293,7 @@ class ExtensionBucket(BucketState):
         """Call `fsdp_pre_all_gather` in the form that it is declared in."""
         local: Any = param.local
         if self.offload:
-            local = local.to(self.mesh.device, non_blocking=True)
+            local = self.streams.to_device(local, self.mesh.device)
         hook = local.fsdp_pre_all_gather
         num = len(inspect.signature(hook).parameters)
         if num not in (1, 5):

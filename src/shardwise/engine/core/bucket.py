@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch_compat import graph_task, local_of, set_versions, storage_uses
 from shardwise.comm.blocks import Blocks
+from shardwise.comm.streams import streams_for
 from shardwise.comm.transport import DONE, Bucket, Handle, Transport
 from shardwise.engine.core.guests import Guest, Left
 from shardwise.engine.core.parameter import ShardedParam, Slot
@@ -78,7 +79,9 @@ class BucketState:
         self.transport = transport
         self.mark = mark
         self.policy = MixedPrecisionPolicy()
-        self.offload = offload is not None and mesh.device.type != "cpu"
+        self.streams = streams_for(mesh.device)
+        apart = self.streams.is_async or mesh.device.type != "cpu"
+        self.offload = offload is not None and apart
         self.pins_memory = self.offload and getattr(offload, "pin_memory", False)
         self.unit: Callable[[], Any] = lambda: None  # a weak reference, set by the unit
         self.bucket: Bucket | None = None  # None while the parameters are on the meta device
@@ -115,8 +118,9 @@ class BucketState:
         *_, shard = self.stages
         self.bucket = shard.allocate(device if self.home is None else self.mesh.device)
         registered = self.bucket if self.home is None else self.home.allocate(device)
-        if self.pins_memory:
-            registered.buffer = registered.buffer.pin_memory()
+        if self.offload:
+            registered.buffer = self.streams.on_host(registered.buffer, pinned=self.pins_memory)
+            self.stages[0].is_on_host = True
 
     @property
     def registered(self) -> Bucket | None:

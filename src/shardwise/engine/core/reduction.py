@@ -104,10 +104,9 @@ class Reduction:
             receivers = grads.receivers = Receivers(state, layout)
         data = self.out.to(state.layout.grad_dtype)  # itself where it is so already
         if state.offload:
-            streams = state.unit().streams
-            data = streams.to_host(data, pinned=state.pins_memory)
+            data = state.streams.to_host(data, pinned=state.pins_memory)
             if receivers.are_read_at_once:
-                streams.land()
+                state.streams.land()
         # The count is read only where this rank had no gradient, so the usual step never waits for
         # the device.
         had = None

@@ -60,6 +60,7 @@ class Stage:
         self.name, self.layout, self.transport, self.rank = name, layout, transport, rank
         self.bucket: Bucket | None = None  # None while the parameters are on the meta device
         self.version = -1
+        self.is_on_host = False  # though the device computes
 
     def allocate(self, device: torch.device) -> Bucket:
         self.bucket = self.transport.attach(self.name, self.layout, device)
@@ -76,8 +77,8 @@ class Stage:
         """Fill `out`, which is the next stage, from all ranks' parts."""
         assert self.bucket is not None
         own = self.bucket.buffer
-        if own.device != out.device:
-            own = own.to(out.device, non_blocking=True)
+        if self.is_on_host:
+            own = self.bucket.streams.to_device(own, out.device)
         if not torch.is_inference_mode_enabled():
             return self.transport.gather(self.bucket, own, out)
         # Transports keep views from their first gather; made in inference mode they were of no use

@@ -6,9 +6,11 @@ import fnmatch
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.streams import streams_for
 from shardwise.comm.transport import Transport
 from shardwise.engine.api import fully_shard
 from shardwise.engine.core.state import state_of
@@ -69,7 +71,8 @@ def shard_model(
         ValueError: a unit or a pattern that names nothing, or a setting that cannot be.
     """
     activations = Activations.named(activation_checkpointing, offload_activations)
-    if offload_activations and (mesh.device_type if mesh else default_device()) == "cpu":
+    computes_on_host = (mesh.device_type if mesh else default_device()) == "cpu"
+    if offload_activations and computes_on_host and not streams_for(torch.device("cpu")).is_async:
         raise ValueError(
             "offload_activations=True: on CPU activations are in host memory already; leave it out"
         )
