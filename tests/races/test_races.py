@@ -226,9 +226,13 @@ def configurations(world: int) -> dict[str, Callable[[], None]]:
     }
     if world < 4:
         return {**of_a_line, "reproducible": run(repeat, line)}
-    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    names = ("replicate", "shard")
+    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+    column = init_device_mesh("cpu", (world, 1), mesh_dim_names=names)
     return {
         **of_a_line,
+        "shards of one rank": run(train, column, strategy="hybrid_full_optimizer"),
+        "replicas of one rank": run(train, column, strategy="hybrid_shard"),
         "hybrid_shard": run(train, grid, strategy="hybrid_shard"),
         "hybrid_full_optimizer": run(train, grid, strategy="hybrid_full_optimizer"),
         "in place, hybrid": run(train, grid, in_place=True, strategy="hybrid_full_optimizer"),

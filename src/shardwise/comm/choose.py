@@ -132,7 +132,8 @@ def open_transport(
             f"transport={name!r} cannot serve this mesh: {reason}. Use 'auto' or {ANYWHERE!r}."
         )
     opened = kept("transports")
-    key = (choice, *((axis.ranks, id(axis.group)) for axis in (shard, replicate)), reach.mesh)
+    axes = ((axis.ranks, id(axis.group)) for axis in (shard, replicate))
+    key = (choice, device, *axes, reach.mesh)
     transport: Transport[Any] | None = opened.get(key)
     if transport is None:
         transport = _checked(_entry(choice).open(reach), reach)

@@ -9,8 +9,8 @@ are packed tight instead. All shard buffers have the size of the largest one (`c
 so a rank's buffer is what a collective sends as it is.
 
 On accelerators, where each copy is a launch, parameters whose last parts have fewer rows than the
-first are padded to equal parts (`pads_rows`): one launch moves the whole bucket, as it does where
-all cuts are even.
+first are padded to equal parts (`pads_rows`), if that makes all parts of the bucket equal: one
+launch moves the whole bucket then, as it does where all cuts are even.
 """
 
 from __future__ import annotations
@@ -288,10 +288,11 @@ def layout_bucket(
     dtypes = {s.dtype for s in specs}
     if len(dtypes) != 1:
         raise ValueError(f"a bucket holds one stored dtype, found {sorted(map(str, dtypes))}")
+    unplaced = [ParamLayout(spec, _cuts_of(spec, world), 0) for spec in specs]
+    if pads_rows and all(p.is_regular or _is_to_pad(p) for p in unplaced):  # else it saves nothing
+        unplaced = [replace(p, is_padded=not p.is_regular) for p in unplaced]
     params, at = [], 0
-    for spec in specs:
-        cuts = _cuts_of(spec, world)
-        param = ParamLayout(spec, cuts, 0, pads_rows and _is_to_pad(spec, cuts))
+    for param in unplaced:
         params.append(replace(param, full_offset=place(at, param.full_space)))
         at = params[-1].full_offset + param.full_space
     return BucketLayout(tuple(params), dtypes.pop(), gather_dtype, reduce_dtype, world, replicas)
@@ -313,13 +314,12 @@ def group_by_dtype(
     return list(groups.values())
 
 
-def _is_to_pad(spec: ParamSpec, cuts: Cuts) -> bool:
+def _is_to_pad(param: ParamLayout) -> bool:
     """Cut as DTensor cuts: only the last parts are smaller, and what that pads is little."""
-    is_even = spec.cuts is None and bool(spec.shape)
-    if not is_even or cuts.is_exact or math.prod(spec.shape[: spec.shard_dim]) != 1:
+    spec, cuts = param.spec, param.cuts
+    if spec.cuts is not None or not spec.shape or param.outer != 1:
         return False
-    padded = cuts.world * cuts.size(0) * (spec.numel // cuts.rows)
-    return padding_pays(padded, spec.numel, spec.dtype)
+    return padding_pays(cuts.world * param.shard_numel(0), param.numel, spec.dtype)
 
 
 def _cuts_of(spec: ParamSpec, world: int) -> Cuts:

@@ -105,7 +105,7 @@ def _pack(
     moves: list[tuple[Move, ...]] = []
     for i, param in enumerate(params):
         places_of = [rank[i] for rank in places]
-        if with_padding and param.is_padded and param.numel:
+        if with_padding and param.is_padded and param.numel:  # as are all: equal distances
             moves.append((_move(i, param, list(range(param.cuts.world)), places_of),))
         else:
             moves.append(_moves_of(i, param, places_of))

@@ -154,11 +154,11 @@ class Context:
                 unit.rest_after_forward()
             if unit.was_unsharded and has_grad:  # released where it ran
                 unit.was_unsharded, unit.copy.is_stale = False, True
-        self.forget_guests()
         for tell in self.moments.after_forward:
             tell(self)
         if self.keeps_some or not has_grad:
             self._fill_kept()
+        self.forget_guests()  # not before: registering a form puts them back where they are
         self.latest_call, self.is_alone = None, False
 
     def _fill_kept(self) -> None:

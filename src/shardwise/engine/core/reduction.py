@@ -37,6 +37,7 @@ class Reduction:
     had: tuple[bool, ...]
     all_reduce: bool
     over_replicas: Handle | None = None
+    before: torch.Tensor | None = None  # the sum over shards, which a lane may still read
 
     @property
     def is_done(self) -> bool:
@@ -45,8 +46,12 @@ class Reduction:
         return done and self.grads.state.mesh.replicate.size == 1
 
     def wait(self) -> None:
-        """Wait, drop the result. After an exception peers may still read what this rank posted."""
+        """Wait, drop the result. After an exception peers may still read what this rank posted, and
+        collectives still write into what goes.
+        """
         self.handle.wait()
+        if self.over_replicas is not None:
+            self.over_replicas.wait()
 
     def advance(self) -> None:
         """Wait for the first stage and issue the next, so that peers which finish in another order
@@ -68,6 +73,7 @@ class Reduction:
         if state.home is None:
             self.over_replicas = state.transport.all_reduce(state.bucket, self.out)
         else:
+            self.before = self.out
             self.over_replicas, self.out, self.layout = state.home.reduce(
                 self.out, self.layout, self.had
             )

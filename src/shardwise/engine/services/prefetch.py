@@ -57,11 +57,13 @@ class Prefetch:
             self._ahead |= dict.fromkeys(_issue(unit, self._after(at), unit.context))
 
     def after_forward(self, _context: Context) -> None:
-        """What was gathered in vain is released."""
+        """What was gathered in vain is released; what is kept is complete: shards may be written."""
         self._known = self._running
         for unit in self._ahead:
             if unit.copy.is_there and not unit.copy.holds:
                 unit.reshard()
+            elif unit.copy.is_there:
+                unit.copy.wait()
         self._ahead.clear()
 
     def computed(self, unit: Unit) -> None:
