@@ -26,6 +26,7 @@ from engine_kit import (
     same_grads,
     same_weights,
 )
+from torch.distributed.tensor import Shard
 
 import shardwise as sw
 from ranks import on_ranks
@@ -105,6 +106,38 @@ def test_training_has_the_bits_of_a_plain_model(
             opt.step()
             opt.zero_grad()
             same_weights(model, weights, f"step {step}", exact=world == 2)
+
+
+class Mixed(nn.Module):
+    """A matrix cut along its columns in front of vectors with a short last part."""
+
+    features = 13
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(3, 13))
+        self.gain, self.last = nn.Parameter(torch.randn(13)), nn.Parameter(torch.randn(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.gain) @ self.mix.t() * self.last.sum()
+
+
+@on_ranks(3)
+def test_columns_beside_rows(rank: int, world: int) -> None:
+    """Nothing is padded where that does not make all parts equal."""
+
+    def columns(param: nn.Parameter) -> Any:
+        return Shard(1) if param.ndim == 2 else None
+
+    with as_on_device(large_bytes=2**40):
+        model = Setting("full_shard").shard(make(Mixed), world, shard_placement_fn=columns)
+        assert not any(p.is_padded for layout in layouts(model) for p in layout.params)
+        loss_of(model(batch(model, 0, rank))).backward()
+        plain = Plain(make(Mixed), world)
+        plain.step(0)
+        wanted = plain.grads()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), wanted[name])
 
 
 @on_ranks(2)

@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 from engine_kit import (
     STRATEGIES,
+    Branches,
     Mlp,
     Setting,
     batch,
@@ -119,6 +120,28 @@ def test_inner_loops_of_second_order(rank: int, world: int) -> None:
             for name in start:
                 same(start[name].grad, wanted[name].grad, f"{setting} {name}")
             same_step(plain, model, str(setting))
+
+
+@on_ranks(2)
+def test_what_is_gathered_ahead_in_vain(rank: int, world: int) -> None:
+    """A unit that this call does not run is released: what was passed for it stays the user's."""
+    plain, model = both(Setting("full_shard"), world, Branches)
+    sw.set_prefetch(model, True)
+    x = batch(plain, 0, 0)
+    model(x, 0, 1, 2)  # the order that is expected next
+    fast = fast_of(plain)
+    passed = dict(fast)
+    loss = loss_of(functional_call(model, fast, (x, 0, 1)))
+    assert all(fast[name] is passed[name] for name in passed)
+    want = loss_of(functional_call(plain, passed, (x, 0, 1)))
+    names = [name for name in fast if "layers.2" not in name]
+    for name, ours, theirs in zip(
+        names,
+        torch.autograd.grad(loss, [fast[name] for name in names]),
+        torch.autograd.grad(want, [fast[name] for name in names]),
+        strict=True,
+    ):
+        same(ours, theirs, name)
 
 
 @on_ranks(2)

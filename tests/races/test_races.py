@@ -143,6 +143,10 @@ def evaluate(mesh: DeviceMesh, **options: Any) -> None:
             model(torch.randn(4, WIDTH))
         model(torch.randn(4, WIDTH)).square().mean().backward()
         optimizer.step()
+        model.num_run = 2  # what was gathered ahead is not used, and written next
+        model(torch.randn(4, WIDTH))
+        model.num_run = 4
+        optimizer.step()
         optimizer.zero_grad()
     with torch.inference_mode():
         model(torch.randn(4, WIDTH))
@@ -221,6 +225,7 @@ def configurations(world: int) -> dict[str, Callable[[], None]]:
         "evaluation": run(evaluate, line),
         "evaluation with kept copies": run(evaluate, line, strategy="shard_grad_op"),
         "exceptions": run(fail, line),
+        "exceptions, no_shard": run(fail, line, strategy="no_shard"),
         "a model that goes": run(drop, line),
         "a model that goes, bf16": run(drop, line, mp_policy=half),
     }

@@ -21,7 +21,6 @@ import shardwise as sw
 import simulated_device
 from engine.engine_kit import HYBRID_STRATEGIES, STRATEGIES
 from shardwise.comm import streams
-from shardwise.comm.kept import kept
 from shardwise.engine.core.state import units_in
 from simulated_device.programs import PROGRAMS as USUAL
 from simulated_device.programs import Place, train
@@ -50,7 +49,6 @@ def compare(rank: int, world: int, name: str, folder: Path) -> None:
     expected = program(Place("cpu", rank, world, folder / "cpu"))
     name_lanes()
     for seed in SEEDS:
-        kept("transports").clear()  # test_meshes_of_two_devices says why
         torch.manual_seed(0)
         simulated_device.clear()
         if seed is not None:

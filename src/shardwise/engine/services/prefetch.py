@@ -57,7 +57,7 @@ class Prefetch:
             self._ahead |= dict.fromkeys(_issue(unit, self._after(at), unit.context))
 
     def after_forward(self, _context: Context) -> None:
-        """What was gathered in vain is released; what is kept is complete: shards may be written."""
+        """What was gathered in vain is released, or complete: shards may be written next."""
         self._known = self._running
         for unit in self._ahead:
             if unit.copy.is_there and not unit.copy.holds:
