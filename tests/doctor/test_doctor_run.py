@@ -15,7 +15,7 @@ from ranks import run_ranks, spawn_ranks
 from shardwise.cli import main
 from shardwise.doctor.finding import Finding
 from shardwise.doctor.run.case import Case
-from shardwise.doctor.run.checks import examine
+from shardwise.doctor.run.checks import examine, facts
 
 pytestmark = pytest.mark.timeout(240)  # for a loaded machine
 
@@ -200,3 +200,24 @@ def test_one_rank_and_what_it_cannot_use(tmp_path: Path) -> None:
     found = found_in(tmp_path / "run")
     assert {f.name for f in found} == {"no-effect-strategy", "no-effect-gather-limit"}
     assert main(["doctor", str(tmp_path / "run")]) == 0  # hints
+
+
+OTHERS = (None, True, "text", [], {}, -1, 1e300)
+
+
+def test_any_value_may_be_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are looked at as they are; a value of another kind is never a traceback."""
+    run = tmp_path / "run"
+    run_ranks(2, planted.run, run, planted.TINY | {"checkpoint.every": 1})
+    monkeypatch.setattr(Case, "predicted", None)
+    for name in ("metrics.jsonl", "log.jsonl", "ranks.jsonl"):
+        whole = (run / name).read_text()
+        rows = [json.loads(line) for line in whole.splitlines()]
+        for key in {key for row in rows for key in row}:
+            for other in OTHERS:
+                changed = [row | {key: other} if key in row else row for row in rows]
+                (run / name).write_text("".join(json.dumps(row) + "\n" for row in changed))
+                case = Case(run)
+                assert all(isinstance(finding, Finding) for finding in examine(case))
+                assert facts(case)["run"] == str(run)
+        (run / name).write_text(whole)

@@ -18,11 +18,15 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train.config import Config, CustomModelConfig
 from shardwise.train.config_file import load_config
 from shardwise.train.metrics import read_metrics
+from shardwise.train.watch import NAMES
 
 if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel
     from shardwise.train.hf.needs import Needs
 
+_OF_START = (
+    "ranks", "step", "threads", "cores", "buffer_bytes", "base_bytes", "room_bytes",
+)  # fmt: skip
 _WARM_UP = 2  # first steps of a start, which are slower
 
 
@@ -53,22 +57,27 @@ class Case:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path / 'config.toml'}: cannot be read: {error}") from None
         self.config: Config = self.loaded.config
-        self.rows = [row for row in self._read("metrics.jsonl") if row["step"] > 0]
-        self.all_rows = self._read("metrics.jsonl")
+        self.all_rows = [_numbers_of(row) for row in self._read("metrics.jsonl")]
+        self.rows = [row for row in self.all_rows if row["step"] > 0]
         self.log = self._read("log.jsonl")
         self.is_live = is_locked(path)
 
     def _read(self, name: str) -> list[dict[str, Any]]:
         try:
-            return read_metrics(self.path / name)
+            rows = read_metrics(self.path / name)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{self.path / name}: cannot be read: {error}") from None
+        return [row for row in rows if _is_number(row["step"])]
 
     # -- what happened -----------------------------------------------------------------------------
     @cached_property
     def start(self) -> dict[str, Any]:
         """The newest; empty where none was recorded."""
-        return next((row for row in reversed(self.log) if row.get("event") == "start"), {})
+        found = next((row for row in reversed(self.log) if row.get("event") == "start"), {})
+        is_whole = all(_is_number(found.get(name)) for name in _OF_START)
+        units = found.get("units")
+        is_whole = is_whole and isinstance(units, list) and all(map(_is_unit, units))
+        return found if is_whole else {}
 
     @cached_property
     def end(self) -> dict[str, Any]:
@@ -86,7 +95,7 @@ class Case:
         for row in reversed(self.log):
             if row.get("event") == "start":
                 break
-            if row.get("event") == name:
+            if row.get("event") == name and _is_number(row.get("seconds")):
                 found.append(row)
         return found[::-1]
 
@@ -102,16 +111,17 @@ class Case:
     def steady(self) -> list[dict[str, Any]]:
         """Rows of the newest start, without its first steps."""
         after = self.start.get("step", 0) + _WARM_UP
-        return [row for row in self.rows if row["step"] > after]
+        rows = [row for row in self.rows if row.get("step_time_s", 0) > 0]
+        return [row for row in rows if row["step"] > after]
 
     @cached_property
     def by_rank(self) -> list[dict[str, Any]]:
         """Rows of ranks.jsonl that belong to `steady`, each with its step's time."""
-        times = {row["step"]: row.get("step_time_s") for row in self.steady}
+        times = {row["step"]: row["step_time_s"] for row in self.steady}
         num, found = self.num_ranks, []
         for row in self._read("ranks.jsonl"):
-            lists = [value for value in row.values() if isinstance(value, list)]
-            if times.get(row["step"]) and lists and all(len(each) == num for each in lists):
+            lists = [row.get(name) for name in NAMES]
+            if times.get(row["step"]) and all(_are_numbers(each, num) for each in lists):
                 found.append(row | {"step_time_s": times[row["step"]]})
         return found
 
@@ -131,6 +141,22 @@ class Case:
         """The highest use of any rank, less what it had before its model was built."""
         peak = max((row.get("peak_memory_bytes", 0) for row in self.rows), default=0)
         return max(0, peak - self.start.get("base_bytes", peak))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))
+
+
+def _is_unit(value: Any) -> bool:
+    return isinstance(value, dict) and _is_number(value.get("gathered_bytes")) and "name" in value
+
+
+def _numbers_of(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if _is_number(value)}
 
 
 def _predict(config: Config, num_ranks: int) -> Predicted:

@@ -155,7 +155,7 @@ def _slower(case: Case) -> Iterator[Finding]:
     if case.start.get("device") == "cpu":  # without what other processes took
         times = [(row["step"], max(_spent(row))) for row in case.by_rank]
     else:
-        times = [(r["step"], r["step_time_s"]) for r in case.steady if r.get("step_time_s")]
+        times = [(row["step"], row["step_time_s"]) for row in case.steady]
     if len(times) < _FEWEST_QUARTERS:
         return
     quarter = len(times) // 4
