@@ -65,8 +65,8 @@ def _killed(case: Case) -> Finding:
     room, base = case.start.get("room_bytes", 0), case.start.get("base_bytes", 0)
     text = f"log.jsonl has a start and no end, and no process holds {case.path}"
     meaning = (
-        "rank 0 was killed: by somebody (kill -9), by the kernel for memory, with its machine, or by "
-        "the launcher because another rank had ended (the terminal of the run says why)"
+        "rank 0 was killed: by somebody (kill -9), by the kernel for memory, with its machine, or "
+        "by the launcher because another rank had ended (the terminal of the run says why)"
     )
     if room and peak - base > 0.8 * room:
         used = f"{text_of_bytes(peak - base)} of the {text_of_bytes(room)} that a rank could take"
