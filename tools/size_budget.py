@@ -13,8 +13,8 @@ from pathlib import Path
 BUDGETS = {
     "engine, comm, layout": 19_200,
     "checkpoint": 5_200,
-    "train": 10_150,  # 200: what a run writes of its starts, saves and ranks, for the doctor
-    "bench, doctor": 5_480,  # 1,820: doctor of a run and of a machine
+    "train": 10_180,  # 230: what a run writes of its starts, saves and ranks, for the doctor
+    "bench, doctor": 5_490,  # 1,830: doctor of a run and of a machine
     "cli, plan": 1_260,  # explain and plan, hardware files; the step's time is still to come
     "importing": 2_200,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
     ".": 1_010,  # what lies beside the packages

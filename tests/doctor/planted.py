@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from shardwise import set_wait_limit
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import TrainingError
 from shardwise.train.config_file import load_config
@@ -129,6 +130,27 @@ def noise(section: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(48, 8, generator=generator), torch.randn(48, 1, generator=generator)
     return TensorDataset(x[:16], y[:16]), TensorDataset(x[16:], y[16:])
+
+
+def pauses(section: Any) -> Any:
+    """One sample takes long on one rank, once."""
+    paused: list[int] = []
+
+    def pause(index: int) -> int:
+        if dist.get_rank() == 1 and not paused:
+            paused.append(index)
+            time.sleep(4.0)
+        return index
+
+    return Points(pause), Points()
+
+
+def run_warned(rank: int, world: int, directory: Path, keys: dict[str, Any]) -> None:
+    set_wait_limit(60.0, warn_after=0.5)
+    try:
+        run(rank, world, directory, keys)
+    finally:
+        set_wait_limit(60.0, warn_after=30.0)
 
 
 # -- models --------------------------------------------------------------------------------------

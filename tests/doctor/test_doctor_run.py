@@ -221,3 +221,13 @@ def test_any_value_may_be_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 assert all(isinstance(finding, Finding) for finding in examine(case))
                 assert facts(case)["run"] == str(run)
         (run / name).write_text(whole)
+
+
+def test_what_ranks_were_warned_of(tmp_path: Path) -> None:
+    keys = planted.OWN | {"data.source": "planted:pauses"}
+    with spawn_ranks(2, planted.run_warned, tmp_path / "run", keys) as group:
+        group.join()
+        said = group.output(0)
+    (warned,) = [finding for finding in found_in(tmp_path / "run") if finding.name == "warned"]
+    assert "rank_00000.log" in warned.evidence and "waits for rank 1" in warned.evidence
+    assert "waits for rank 1" in said, "the terminal shows them as before"

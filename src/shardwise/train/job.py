@@ -36,7 +36,7 @@ from shardwise.train.model import (
 )
 from shardwise.train.optimizer import build_optimizer, way_of
 from shardwise.train.optimizer_state import bring_to_dtype
-from shardwise.train.record import Record, start_facts
+from shardwise.train.record import Record, Warned, start_facts
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.running import Job
@@ -86,7 +86,8 @@ def _run(job: Job, notes: list[str]) -> None:
         job.console.say(note)
     job.console.start(job.step)
     try:
-        end = run_steps(job)
+        with Warned(RunDir(job.config).path, job.ranks.rank):
+            end = run_steps(job)
         if job.copies is not None:
             job.copies.clear()
         _note_end(job, end, is_well=True)

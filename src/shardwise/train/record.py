@@ -3,6 +3,7 @@
 log.jsonl      a row for each start, evaluation, save and end: what it was, and how long it took
 ranks.jsonl    a row a step, each number a list over the ranks (`watch`); of many ranks a row every
                so many steps, so that the file grows no faster than metrics.jsonl
+warnings/      what a rank was warned of, in a file of its own that its first warning makes
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from shardwise.engine.core.state import sharded_units
 from shardwise.train.metrics import MetricsFile, read_metrics
 from shardwise.train.watch import NAMES
 
-LOG, RANKS = "log.jsonl", "ranks.jsonl"
+LOG, RANKS, WARNINGS = "log.jsonl", "ranks.jsonl", "warnings"
 _FULL_RANKS = 8  # with more the row of a step is written less often
 _DIGITS = 6
 
@@ -65,6 +67,37 @@ class Record:
     def close(self) -> None:
         self._log.close()
         self._ranks.close()
+
+
+class Warned(logging.Handler):
+    """On every rank: warnings of shardwise's loggers. A disk that takes none is no trouble."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        super().__init__(logging.WARNING)
+        self._path = directory / WARNINGS / f"rank_{rank:05d}.log"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            self._path.parent.mkdir(exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{now} {' '.join(record.getMessage().split())}\n")
+
+        self._show(record)
+
+    @staticmethod
+    def _show(record: logging.LogRecord) -> None:
+        """On stderr, where Python shows what no handler takes: with this one it would not."""
+        loggers = logging.getLogger("shardwise"), logging.getLogger()
+        others = [h for each in loggers for h in each.handlers if not isinstance(h, Warned)]
+        if not others and logging.lastResort is not None:
+            logging.lastResort.handle(record)
+
+    def __enter__(self) -> None:
+        logging.getLogger("shardwise").addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("shardwise").removeHandler(self)
 
 
 def start_facts(model: nn.Module, device: torch.device, num_ranks: int) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from shardwise.doctor.run.memory import by_kind, check_memory
 from shardwise.doctor.run.samples import check_samples
 from shardwise.doctor.run.settings import check_settings
 from shardwise.doctor.run.time import check_time
+from shardwise.doctor.run.warned import check_warnings
 from shardwise.units import counted, text_of_bytes
 
 CHECKS: tuple[Callable[[Case], Iterator[Finding]], ...] = (
     check_end, check_samples, check_loss, check_memory, check_time, check_settings,
-    check_evaluation,
+    check_evaluation, check_warnings,
 )  # fmt: skip
 
 
