@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from ranks import on_ranks
@@ -28,6 +29,21 @@ def test_checksums_see_values_places_and_tails() -> None:
     assert sums[0] == sums[1] and len(set(sums)) == 3
     odd = torch.tensor([1, 2, 3, 4, 5], dtype=torch.uint8)
     assert not torch.equal(checksum(odd), checksum(odd.flip(0)[:4]))
+
+
+def test_a_checksum_takes_few_operators() -> None:
+    """On an accelerator each is a launch: there were one for 16 KiB."""
+
+    class Counting(TorchDispatchMode):
+        num_operators = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.num_operators += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as counting:
+        checksum(torch.ones(2**22))
+    assert counting.num_operators < 40, "of 16 MiB"
 
 
 @on_ranks(2)

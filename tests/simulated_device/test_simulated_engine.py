@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -194,3 +195,21 @@ def test_meshes_of_two_devices() -> None:
     the first, which orders nothing.
     """
     assert run_on_devices(2, open_on_both) == ["sim", "sim"]
+
+
+def start_from_both(rank: int, world: int) -> list[bool]:
+    torch.manual_seed(rank)
+    model = nn.Linear(8, 8)
+    first = model.weight.detach().clone(), model.bias.detach().clone()
+    dist.broadcast_object_list(held := [first], src=0)
+    model.weight = nn.Parameter(model.weight.detach().to(simulated_device.DEVICE))
+    sw.fully_shard(model, mesh=init_device_mesh(simulated_device.DEVICE, (world,)))
+    found = (model.weight.full_tensor().cpu(), model.bias.full_tensor().cpu())
+    return [torch.equal(ours, wanted) for ours, wanted in zip(found, held[0], strict=True)]
+
+
+def test_parameters_on_two_devices() -> None:
+    """Ranks start from different weights, which lie on the host and on the device: checksums of both
+    were put into one tensor.
+    """
+    assert run_on_devices(2, start_from_both) == [[True, True]] * 2
