@@ -382,6 +382,13 @@ def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return bool(backend.supports_coalescing)
 
 
+def symmetric_memory() -> Any:
+    """The module: public names of a private one. Imported when it is used, for it starts much."""
+    import torch.distributed._symmetric_memory as module
+
+    return module
+
+
 # -- what torch says in words only ---------------------------------------------------------------
 _VERSION = re.compile(r"inplace operation: \[[\w.]+ \[([\d, ]*)\]\].* is at version (\d+)")
 

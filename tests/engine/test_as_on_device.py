@@ -31,10 +31,10 @@ from torch.distributed.tensor import Shard
 import shardwise as sw
 from ranks import on_ranks
 from shardwise.comm import streams
-from shardwise.comm.c10d import in_place, transport
-from shardwise.comm.c10d.bucket import GroupMemory
+from shardwise.comm.c10d import in_place, memory, transport
+from shardwise.comm.c10d.memory import GroupMemory
 from shardwise.comm.kept import kept
-from shardwise.engine.core.state import units_in
+from shardwise.engine.core.state import unit_of, units_in
 
 
 class AsOnDevice(streams.NoStreams):
@@ -271,3 +271,45 @@ def test_staging_from_the_memory_of_a_group(
     plain.step(1)
     same_grads(model, plain.grads())
     assert len(asked) == 6, "two gathers and a reduction of each step"
+
+
+@on_ranks(2)
+def test_gathers_in_symmetric_memory(
+    rank: int, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls that CUDA would get, on CPU ranks: all staging is of the pool, and ranks meet over
+    it before they gather.
+    """
+    calls: list[str] = []
+    pool: list[torch.Tensor] = []
+
+    class Symmetric:
+        set_backend = staticmethod(lambda backend: calls.append(f"backend {backend}"))
+
+        @staticmethod
+        def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
+            return any(tensor is held for held in pool)
+
+        @staticmethod
+        def rendezvous(tensor: torch.Tensor, group: str) -> None:
+            calls.append("meet")
+
+    own = memory.SymmetricGather.allocate
+
+    def allocate(self: Any, *args: Any, **options: Any) -> torch.Tensor:
+        pool.append(own(self, *args, **options))
+        return pool[-1]
+
+    monkeypatch.setattr(memory, "symmetric_memory", lambda: Symmetric)
+    monkeypatch.setattr(memory, "_pool", lambda symmetric, device: contextlib.nullcontext())
+    monkeypatch.setattr(memory.SymmetricGather, "allocate", allocate)
+    model = Setting("full_shard").shard(make(Mlp), world)
+    unit = unit_of(model.layers[1])
+    unit.settings.symmetric_backend = "NCCL"
+    unit.tell_transport()
+    unit.tell_transport()  # as a rebuild does: set up once
+    loss_of(model(batch(model, 0, rank))).backward()
+    plain = Plain(make(Mlp), world)
+    plain.step(0)
+    same_grads(model, plain.grads())
+    assert calls == ["backend NCCL", "meet", "meet"] and len(pool) == 2

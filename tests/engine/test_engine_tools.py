@@ -181,7 +181,7 @@ def test_settings_that_cannot_be(rank: int, world: int) -> None:
                 ValueError, match=f"{kind.replace('_', ' ')} comm is custom: Gather"
             ):
                 call(one)
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(ValueError, match="symmetric memory is CUDA's"):
         model.set_symm_mem_for_comm()
 
 

@@ -209,7 +209,7 @@ def start_from_both(rank: int, world: int) -> list[bool]:
 
 
 def test_parameters_on_two_devices() -> None:
-    """Ranks start from different weights, which lie on the host and on the device: checksums of both
-    were put into one tensor.
+    """Ranks start from different weights, on the host and on the device: checksums of both were put
+    into one tensor.
     """
     assert run_on_devices(2, start_from_both) == [[True, True]] * 2

@@ -109,6 +109,10 @@ class Bucket:
     def allocate_by_group(self, enable: bool) -> None:
         """Staging lies in memory of the process group's backend, where that has some."""
 
+    def gather_symmetrically(self, backend: str) -> None:
+        """Gather in symmetric memory of a backend."""
+        raise NotImplementedError(f"{self.name}: its transport has no symmetric memory; use c10d")
+
     def use_collective(self, kind: str, comm: Any) -> None:
         """Move it with the user's own "all_gather" or "reduce_scatter" from now on."""
         raise NotImplementedError(f"{self.name}: its transport takes no collectives of users")

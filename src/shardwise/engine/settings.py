@@ -158,11 +158,18 @@ class UnitSettings:
         unit.tell_transport()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Not there yet; changes no number."""
+        """Stage this unit's gathers in symmetric memory, in which NCCL gathers by copy engines. A
+        collective. For CUDA; it has run on no GPU yet. Reductions are as before.
+        """
         self._check_own_comm("set_symm_mem_for_comm")
-        raise NotImplementedError(
-            "set_symm_mem_for_comm: symmetric memory is not used here; leave the call out"
-        )
+        unit = unit_of(self)
+        if unit.mesh.device.type != "cuda":
+            raise UsageError(
+                f"set_symm_mem_for_comm: the unit {unit.name!r} is on {unit.mesh.device.type}, and "
+                "symmetric memory is CUDA's; leave the call out"
+            )
+        unit.settings.symmetric_backend = backend
+        unit.tell_transport()
 
     def _check_own_comm(self, method: str) -> None:
         unit = unit_of(self)

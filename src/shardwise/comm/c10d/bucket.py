@@ -4,14 +4,13 @@ user's own collectives.
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
+from shardwise.comm.c10d.memory import GroupMemory, SymmetricGather
 from shardwise.comm.groups import for_reductions
 from shardwise.comm.transport import Bucket
 
@@ -19,24 +18,6 @@ if TYPE_CHECKING:
     from shardwise.comm.c10d.in_place import InPlaceGather
     from shardwise.comm.c10d.packed_grads import ReducePlan, ReduceStaging
     from shardwise.comm.c10d.staging import GatherPlan, GatherStaging
-
-
-class GroupMemory:
-    """Staging from the memory that a process group's backend has registered (NCCL's user buffers);
-    torch's where it has none. Like a user's collective, of which this is the first half.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def allocate(
-        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        backend: Any = (self._group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
-        if backend.supports_tensor_alloc(device):
-            flat = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
-            return flat.view(size)
-        return torch.empty(size, dtype=dtype, device=device)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -64,6 +45,10 @@ class C10dBucket(Bucket):
     def allocate_by_group(self, enable: bool) -> None:
         alone = self.shard.size == 1 or not enable
         self.memory = None if alone else GroupMemory(self.shard.group)
+
+    def gather_symmetrically(self, backend: str) -> None:
+        if self.shard.size > 1 and not isinstance(self.all_gather, SymmetricGather):
+            self.all_gather = SymmetricGather(self.shard.group, backend)
 
     def use_collective(self, kind: str, comm: Any) -> None:
         assert kind in ("all_gather", "reduce_scatter"), kind

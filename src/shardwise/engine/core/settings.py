@@ -20,6 +20,7 @@ class Settings:
         max_reductions: in flight at a time, where they run beside computing.
         separates_reductions: over a communicator of their own.
         allocates_by_group: staging lies in memory of the process group's backend.
+        symmetric_backend: whose symmetric memory gathers are staged in; "": none.
         all_reduce_hook: called with this rank's part of a sum, behind the last all-reduce.
     """
 
@@ -34,4 +35,5 @@ class Settings:
     max_reductions: int = 1
     separates_reductions: bool = False
     allocates_by_group: bool = False
+    symmetric_backend: str = ""
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None

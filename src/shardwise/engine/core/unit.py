@@ -143,6 +143,8 @@ class Unit:
                     bucket.use_collective(kind, comm)
                 bucket.separate_reductions(self.settings.separates_reductions)
                 bucket.allocate_by_group(self.settings.allocates_by_group)
+                if self.settings.symmetric_backend:
+                    bucket.gather_symmetrically(self.settings.symmetric_backend)
 
     def _find_wires(self) -> None:
         """The wires that this unit's collectives go over, the transports of its gathers, and the
