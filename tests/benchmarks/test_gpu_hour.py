@@ -108,7 +108,7 @@ def test_it_runs_on_the_simulated_device(tmp_path: Path) -> None:
 
 
 # -- stages that end badly -------------------------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_what_crashes_or_hangs_costs_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from axes import alone, shard_axis
 
 from ranks import on_ranks
+from shardwise.comm import streams
 from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.choose import Reach, choose, open_transport
 from shardwise.comm.fake import FakeTransport
@@ -33,7 +34,10 @@ def test_names() -> None:
     assert choose("fake", reach(MANY)) == ("fake", None)
 
 
-def test_auto_takes_process_groups_for_devices_and_for_one_rank() -> None:
+def test_auto_takes_process_groups_for_devices_and_for_one_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(streams.MAKERS, "cuda", lambda device: streams.NO_STREAMS)
     assert isinstance(open_transport("auto", *MANY, GPU), C10dTransport)
     name, reason = choose("auto", reach(MANY, GPU))
     assert name == "c10d" and "parameters live on cuda" in str(reason)

@@ -22,7 +22,7 @@ from simulated_device import worked_example
 from simulated_device.worlds import run_on_devices, try_on_devices
 
 # The first of them builds the device, a minute on a quiet core.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 SLOW_US = 30_000
 
 

@@ -1,8 +1,5 @@
 """The engine on the simulated device: to the CPU's bits, without a race, without a touch of device
 memory by the host, whatever the delays.
-
-Programs that show a fault which is known are expected to fail, with the reason; a mended fault
-fails here until its line is deleted.
 """
 
 from __future__ import annotations
@@ -28,13 +25,11 @@ from simulated_device.programs import Place, train
 from simulated_device.programs_more import MORE_PROGRAMS
 from simulated_device.worlds import run_on_devices
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 PROGRAMS = {**USUAL, **MORE_PROGRAMS}
 HIGHEST_US = 300
 SEEDS = (None, 1, 2)  # None: no delays
-IN_EVERY_RUN = ("full_shard",)  # of `make test`
 
-KNOWN: dict[str, str] = {}
 STEADY = (*STRATEGIES, *HYBRID_STRATEGIES, "accumulation", "offload of parameters")
 
 
@@ -65,24 +60,7 @@ def compare(rank: int, world: int, name: str, folder: Path) -> None:
         assert found.keys() == expected.keys()
 
 
-def expected_to_fail(reason: str | None) -> list[Any]:
-    return [] if reason is None else [pytest.mark.xfail(strict=True, reason=reason)]
-
-
-def cases() -> list[Any]:
-    return [
-        pytest.param(
-            name,
-            marks=[
-                *([] if name in IN_EVERY_RUN else [pytest.mark.long]),
-                *expected_to_fail(KNOWN.get(name)),
-            ],
-        )
-        for name in PROGRAMS
-    ]
-
-
-@pytest.mark.parametrize("name", cases())
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_the_cpu(name: str, tmp_path: Path) -> None:
     run_on_devices(PROGRAMS[name][0], compare, name, tmp_path)
 
@@ -94,7 +72,6 @@ def cost(rank: int, world: int, name: str, folder: Path) -> tuple[int, dict[str,
     return place.steady.record_streams, place.steady.host_waits
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", STEADY)
 def test_a_steady_step_holds_nothing_up(name: str, tmp_path: Path) -> None:
     """Lifetimes follow from the order of streams, so no block waits until its users have passed;
@@ -134,7 +111,6 @@ def train_both(rank: int, world: int, name: str, folder: Path) -> None:
         assert torch.equal(tensor, weights[1][key]), key
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["large, full_shard", "uneven, full_shard", "large, bf16", "accumulation"]
 )
@@ -171,7 +147,6 @@ def forget(rank: int, world: int, what: str, folder: Path) -> list[str]:
     return simulated_device.report().races
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("what", ["fork gather", "fork reduce", "wait"])
 def test_a_planted_fault_is_found(what: str, tmp_path: Path) -> None:
     for races in run_on_devices(2, forget, what, tmp_path):
