@@ -6,6 +6,7 @@ where they are, by one group of collectives. The bits are those of a plain model
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -245,6 +246,8 @@ def test_reductions_over_a_group_of_their_own(rank: int, world: int, on_device: 
         assert len(groups) == 1 and id(buckets[0].shard.group) not in groups
         loss_of(model(batch(model, 0, rank))).backward()
         same_grads(model, expected(Uneven, world, "sgd", 1)[0][0])
+        copied = [b.bucket for unit in units_in(copy.deepcopy(model)) for b in unit.buckets]
+        assert {id(bucket.group_of_sums) for bucket in copied} == groups, "also of a copy"
         model.set_separate_reduce_scatter_group(False)
         assert all(bucket.group_of_sums is bucket.shard.group for bucket in buckets)
 

@@ -12,6 +12,7 @@ import torch
 
 from shardwise.comm.c10d.memory import GroupMemory, SymmetricGather
 from shardwise.comm.groups import for_reductions
+from shardwise.comm.kept import kept
 from shardwise.comm.transport import Bucket
 
 if TYPE_CHECKING:
@@ -47,8 +48,12 @@ class C10dBucket(Bucket):
         self.memory = None if alone else GroupMemory(self.shard.group)
 
     def gather_symmetrically(self, backend: str) -> None:
-        if self.shard.size > 1 and not isinstance(self.all_gather, SymmetricGather):
-            self.all_gather = SymmetricGather(self.shard.group, backend)
+        if self.shard.size == 1:
+            return
+        known, key = kept("symmetric gathers"), (self.shard.ranks, backend)
+        if key not in known:
+            known[key] = SymmetricGather(self.shard.group, backend)
+        self.all_gather = known[key]
 
     def use_collective(self, kind: str, comm: Any) -> None:
         assert kind in ("all_gather", "reduce_scatter"), kind

@@ -228,6 +228,7 @@ class Unit:
     def take_settings(self, settings: Settings) -> None:
         """Those of the unit that this one is a copy of."""
         self.settings = self.gradients.settings = replace(settings)
+        self.tell_transport()
 
     def use_custom_comm(self, kind: str, comm: Any) -> None:
         """Gathers or reductions of this unit go through the user's collective."""
