@@ -12,6 +12,7 @@ from pathlib import Path
 # serve transports of users too (550); placements that cut rows in ways of their own (270).
 BUDGETS = {
     "engine, comm, layout": 19_250,
+    "offload": 1_700,  # chunks, kernel on views, files with direct I/O, streams, state in and out
     "checkpoint": 5_200,
     "train": 10_180,  # 230: what a run writes of its starts, saves and ranks, for the doctor
     "bench, doctor": 5_490,  # 1,830: doctor of a run and of a machine

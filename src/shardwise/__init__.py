@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
         Strategy,
     )
+    from shardwise.offload import OffloadedOptimizer
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOMES = {
     "MicroBatch": "engine.reproducible.run",
     "MixedPrecisionPolicy": "layout",
     "OffloadPolicy": "layout",
+    "OffloadedOptimizer": "offload",
     "ReproducibleRun": "engine.reproducible.run",
     "ShardPlacementResult": "engine.mesh.placing",
     "RowShard": "engine.mesh.rows",
@@ -101,6 +103,7 @@ __all__ = [
     "MicroBatch",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OffloadedOptimizer",
     "ReproducibleRun",
     "ShardPlacementResult",
     "RowShard",

@@ -23,6 +23,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that cannot be written, read or used here."""
 
 
+class OffloadError(ShardwiseError, RuntimeError):
+    """State outside of the device that cannot be written or read back; names the file."""
+
+
 class TransportError(ShardwiseError, RuntimeError):
     """A transport that cannot be opened or that lost a peer."""
 

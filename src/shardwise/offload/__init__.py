@@ -1,0 +1,5 @@
+"""State of optimizers outside of the device: in host memory, or in files on a disk."""
+
+from shardwise.offload.optimizer import OffloadedOptimizer
+
+__all__ = ["OffloadedOptimizer"]
