@@ -16,7 +16,7 @@ TINY = workload_named("tiny")
 ENGINES = (
     "shardwise", "shardwise:c10d", "shardwise:shard_grad_op", "shardwise:no_shard",
     "shardwise:keep:last", "shardwise:in_backward:last", "fsdp2", "fsdp2:keep:hold:last", "ddp",
-    "ddp:last", "fsdp1", "fsdp1:keep:last",
+    "ddp:last", "fsdp1", "fsdp1:keep:last", "fsdp2:hybrid",
 )  # fmt: skip
 MICRO = 4
 
@@ -127,6 +127,17 @@ def test_two_levels(rank, world):
     once = traffic_of("shardwise:hfsdp:last", rank, world, 1).num_gathers // 3  # units: F, B, once
     assert read.num_gathers == once * (2 * len(batches) + 1)
     assert read.num_reduces == once * 2 * len(batches)
+
+
+@on_ranks(2)
+def test_two_replicas_and_sums_in_bf16_are_those_of_fsdp2(rank, world):
+    """Replicas of one rank gather nothing over the cable; sums of half the bytes."""
+    exact, narrow = (traffic_of(f"fsdp2{o}", rank, world, 1) for o in ("", ":reduce_bf16"))
+    assert narrow.gather_bytes == exact.gather_bytes
+    assert 2 * narrow.reduce_bytes == pytest.approx(exact.reduce_bytes)
+    ours, theirs = (traffic_of(n, rank, world, 1) for n in ("shardwise:hsdp:c10d", "fsdp2:hybrid"))
+    assert ours.gather_bytes == ours.reduce_bytes == 0
+    assert ours.other_bytes == pytest.approx(theirs.other_bytes, rel=0.01)
 
 
 @on_ranks(2)

@@ -196,7 +196,7 @@ def make_trainer(setup: Setup) -> AnyTrainer:
     return import_module(f"shardwise.bench.peers.{_PEERS[setup.spec.kind]}").make(setup)
 
 
-def _mesh_for(strategy: str) -> DeviceMesh:
+def mesh_for(strategy: str, engine: str) -> DeviceMesh:
     """All ranks on one axis; two replicas for strategies that take both."""
     from shardwise.layout import strategy_named
 
@@ -204,7 +204,7 @@ def _mesh_for(strategy: str) -> DeviceMesh:
     if not strategy_named(strategy).is_hybrid:
         return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     if world % 2:
-        raise ConfigError(f"shardwise:{strategy}: two replicas cannot share {world} ranks evenly")
+        raise ConfigError(f"{engine}: two replicas cannot share {world} ranks evenly")
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
 
@@ -213,15 +213,15 @@ def _shardwise(setup: Setup) -> Trainer:
 
     spec = setup.spec
     setup.compile_units()
-    # None is full_shard with the root kept after forward: FSDP2's default too.
+    # None is what the mesh is for, with the root kept after forward: FSDP2's default too.
     strategy = spec.one_of(STRATEGIES, "full_shard")
     policy = MixedPrecisionPolicy()
     if setup.is_bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = shard_model(
         setup.model,
-        mesh=_mesh_for(strategy),
-        strategy=None if strategy == "full_shard" else strategy,
+        mesh=mesh_for(strategy, spec.name),
+        strategy=None if strategy in ("full_shard", "hybrid_shard") else strategy,
         transport=spec.one_of(names(), "auto"),
         mp_policy=policy,
         unit=list(setup.unit) if isinstance(setup.unit, tuple) else setup.unit,
