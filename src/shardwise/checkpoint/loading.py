@@ -7,6 +7,8 @@ changed. Then each rank reads the boxes that it holds: the peak is its shards an
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,7 @@ from shardwise.checkpoint.state import (
 from shardwise.engine.services.clip import mark_dirty
 from shardwise.engine.tensor.shard_tensor import ShardTensor
 from shardwise.errors import CheckpointError
+from shardwise.offload import OffloadedOptimizer, SlotSource
 
 _EXTRA_STATE = "_extra_state"
 _UNTIE = (
@@ -198,9 +201,18 @@ def load_optimizers(
     groups = _matched_groups(source, many, names) if options else []
     state = {n: _slots_of(source, n, *owned[n], slots[n]) for n in owned if n in slots}
     for name, (optimizer, _, parameter) in owned.items():
+        if isinstance(optimizer, OffloadedOptimizer):
+            continue
         optimizer.state.pop(parameter, None)
         if name in state:
             optimizer.state[parameter] = state[name]
+    for optimizer in many:
+        if isinstance(optimizer, OffloadedOptimizer):
+            own = {p: state[n] for n, (o, _, p) in owned.items() if o is optimizer and n in state}
+            try:
+                optimizer.put_state(own)
+            except ValueError as error:
+                raise CheckpointError(f"{source.path}: {error}") from None
     for group, saved in groups:
         group.update(saved)
 
@@ -238,10 +250,39 @@ def _slots_of(
         if key in source.objects:
             made[slot] = source.objects[key]
             continue
+        if isinstance(optimizer, OffloadedOptimizer) and _is_streamed(
+            source.tensors[key].shape, slot, optimizer, parameter
+        ):
+            made[slot] = SlotSource(functools.partial(_read_flat, source, key, parameter))
+            continue
         tensor = _empty_slot(source, key, group, parameter)
         fill(source, key, tensor)
         made[slot] = tensor
     return made
+
+
+def _is_streamed(
+    shape: tuple[int, ...], slot: str, optimizer: OffloadedOptimizer, parameter: Tensor
+) -> bool:
+    same = shape == tuple(parameter.shape)
+    return same and bool(parameter.ndim or slot in optimizer.slots_of(parameter))
+
+
+def _read_flat(source: Source, key: str, parameter: Tensor, start: int, out: Tensor) -> None:
+    """Elements from `start` on of this rank's part: whole rows are read, once more where two pieces
+    share one."""
+    _, box, _ = local_part(parameter, key)
+    if not out.numel():
+        return
+    if not box.size:
+        source.read(key, box, out.view(()))
+        return
+    row = math.prod(box.size[1:])
+    first, last = start // row, -(-(start + len(out)) // row)
+    rows = torch.empty(last - first, *box.size[1:], dtype=out.dtype)
+    source.read(key, box.rows(first, last), rows)
+    skipped = start - first * row
+    out.copy_(rows.view(-1)[skipped : skipped + len(out)])
 
 
 def _empty_slot(source: Source, key: str, group: dict[str, Any], parameter: Tensor) -> Tensor:

@@ -30,13 +30,15 @@ from shardwise.checkpoint import store
 from shardwise.checkpoint.files import free_bytes
 from shardwise.checkpoint.hosts import Hosts
 from shardwise.checkpoint.loading import check_model, load_model, load_optimizers
+from shardwise.checkpoint.placement import local_part
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import restore_rng
 from shardwise.checkpoint.source import CheckpointSource, read_whole
-from shardwise.checkpoint.state import EXTRA, RNG, SCHEDULER, Optimizers, State
+from shardwise.checkpoint.state import EXTRA, RNG, SCHEDULER, Optimizers, State, as_list
 from shardwise.checkpoint.store import Checkpoint
 from shardwise.checkpoint.writing import write_state
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.offload import OffloadedOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,8 @@ class CheckpointManager:
         """
         self.wait()
         rank = self._ranks.rank
+        if self._background is not None:
+            _check_copies(optimizers)
         state = self._ranks.on_each(lambda: State.of_run(rank, model, optimizers, scheduler, extra))
         final = self.directory / store.step_name(step)
         if self._background is None:
@@ -249,13 +253,28 @@ def _copied(state: State) -> State:
     """The state of this moment, on the CPU: training goes on while it is written."""
     tensors = {}
     for key, tensor in state.tensors.items():
-        if isinstance(tensor, DTensor):
+        if key in state.pieces:
+            flat = torch.cat([piece.clone() for piece in state.pieces[key]()])
+            held = flat.view(local_part(tensor, key)[0].shape)
+            tensors[key] = held
+            if isinstance(tensor, DTensor):
+                tensors[key] = new_dtensor(DTensor, held, spec_of(tensor))
+        elif isinstance(tensor, DTensor):
             local = local_of(tensor).detach()
             kept = local.to("cpu", copy=True)
             tensors[key] = new_dtensor(DTensor, kept, spec_of(tensor))
         else:
             tensors[key] = tensor.detach().to("cpu", copy=True)
-    return State(tensors, dict(state.ties), copy.deepcopy(state.objects))
+    return State(tensors, ties=dict(state.ties), objects=copy.deepcopy(state.objects))
+
+
+def _check_copies(optimizers: Optimizers) -> None:
+    for optimizer in as_list(optimizers):
+        if isinstance(optimizer, OffloadedOptimizer) and optimizer.place == "nvme":
+            raise CheckpointError(
+                "background=True would copy the optimizer's state from its files into memory; save "
+                "in the foreground, which reads it piece by piece"
+            )
 
 
 class _Background:

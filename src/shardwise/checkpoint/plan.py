@@ -6,7 +6,7 @@ Plain tensors are expected to be equal on all ranks; they are the lowest rank's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -43,11 +43,11 @@ class Plan:
     parts: tuple[tuple[Part, ...], ...]
 
 
-def parts_of(tensors: dict[str, Tensor]) -> list[Part]:
-    """This rank's offer."""
+def parts_of(tensors: dict[str, Tensor], elsewhere: Container[str] = ()) -> list[Part]:
+    """This rank's offer; of what is `elsewhere` the tensors have the layout only."""
     found = []
     for key, tensor in tensors.items():
-        if is_on_meta(tensor):
+        if is_on_meta(tensor) and key not in elsewhere:
             raise CheckpointError(f"{key}: is on the meta device; there is nothing to save yet")
         _, box, dim = local_part(tensor, key)
         name = dtype_name(tensor.dtype, key)

@@ -7,12 +7,13 @@
              scheduler, extra    what the caller gives
              about, beside       the model's class and size; its configuration (see `beside`)
 
-Several optimizers may share the parameters of a model among them.
+Several optimizers may share the parameters of a model among them. What an offloaded optimizer keeps
+is not brought together for a checkpoint: `pieces` gives it piece by piece.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from shardwise.checkpoint.names import (
 )
 from shardwise.checkpoint.rng import capture_rng
 from shardwise.errors import CheckpointError
+from shardwise.offload import OffloadedOptimizer, StoredSlot
 
 RNG, SCHEDULER, EXTRA, ABOUT = "rng.", "scheduler", "extra", "about"
 Optimizers = Optimizer | Sequence[Optimizer] | None
@@ -37,9 +39,14 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass(slots=True)
 class State:
-    """Tensors by key (sharded or plain), other names of the same tensors, values."""
+    """Tensors by key (sharded or plain), other names of the same tensors, values.
+
+    A tensor that has `pieces` is on the meta device and says how it is laid out; its content on
+    this rank comes from them, flat, in host memory, each valid until the next.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    pieces: dict[str, Callable[[], Iterator[Tensor]]] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
 
@@ -90,12 +97,16 @@ class State:
         names = parameter_names(model)
         groups: list[dict[str, Any]] = []
         for optimizer in as_list(optimizers):
+            slots_of = optimizer.state.get
+            if isinstance(optimizer, OffloadedOptimizer):
+                optimizer.flush()
+                slots_of = optimizer.stored_state
             for position, group in enumerate(optimizer.param_groups):
                 owned = [_named(p, names, optimizer, position) for p in group["params"]]
                 options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
                 groups.append({"params": owned, "options": options})
                 for name, parameter in zip(owned, group["params"], strict=True):
-                    self._add_slots(name, optimizer.state.get(parameter, {}))
+                    self._add_slots(name, slots_of(parameter) or {})
         if groups:
             self.objects[GROUPS] = groups
 
@@ -107,7 +118,9 @@ class State:
                     "dots"
                 )
             key = f"{OPTIM}{name}.{slot}"
-            if isinstance(value, Tensor):
+            if isinstance(value, StoredSlot):
+                self.tensors[key], self.pieces[key] = value.like, value.pieces
+            elif isinstance(value, Tensor):
                 self.tensors[key] = value
             else:
                 self.objects[key] = value

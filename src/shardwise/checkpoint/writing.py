@@ -48,7 +48,7 @@ def write_state(
     saving: Path | None = None
     ranks = hosts.ranks
     try:
-        plan = make_plan(ranks.on_all(lambda: parts_of(state.tensors)))
+        plan = make_plan(ranks.on_all(lambda: parts_of(state.tensors, state.pieces)))
         needed = _size_bytes(plan, hosts)
         check = check_room or (lambda size: _check_disk(size, final, ranks.rank))
         ranks.on_all(lambda: check(needed))
@@ -116,6 +116,9 @@ def _write_own(state: State, plan: Plan, saving: Path, rank: int) -> FileEntry |
 
     def pieces(name: str) -> Iterator[memoryview]:
         key = by_name[name].key
+        if key in state.pieces:
+            yield from map(storage_bytes, state.pieces[key]())
+            return
         local, _, _ = local_part(state.tensors[key], key)
         if local.numel():  # one tensor at a time comes from the device
             yield storage_bytes(local.cpu().contiguous())

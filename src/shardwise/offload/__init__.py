@@ -1,5 +1,6 @@
 """State of optimizers outside of the device: in host memory, or in files on a disk."""
 
+from shardwise.offload.kept import SlotSource, StoredSlot
 from shardwise.offload.optimizer import OffloadedOptimizer
 
-__all__ = ["OffloadedOptimizer"]
+__all__ = ["OffloadedOptimizer", "SlotSource", "StoredSlot"]

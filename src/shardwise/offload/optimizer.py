@@ -206,11 +206,7 @@ class OffloadedOptimizer(Optimizer):
 
     def _laid_out(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Kept:
         """What is kept, with entries for all parameters of the groups, or for these."""
-        if self._failure:
-            raise OffloadError(
-                f"the optimizer's state is not whole since a step has failed ({self._failure}); "
-                "load the last checkpoint"
-            )
+        self._raise_failure()
         groups = self._groups()
         wanted = [p for p in groups if p.requires_grad] if gradients is None else list(gradients)
         if strangers := [p for p in wanted if p not in groups]:
@@ -228,6 +224,13 @@ class OffloadedOptimizer(Optimizer):
             self._laid_out({p: p for p in coming})
             self._kept.put(coming)
         return self._kept
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise OffloadError(
+                f"the optimizer's state is not whole since a step has failed ({self._failure}); "
+                "load the last checkpoint"
+            )
 
     def _entry(
         self, parameter: Tensor, group: int, gradient: Tensor | None, asked: dict[Any, Any]
@@ -314,10 +317,17 @@ class OffloadedOptimizer(Optimizer):
         return streams_for(local_part_of(chunk.pieces[0].entry.parameter).device)
 
     # -- state dicts -----------------------------------------------------------------------------
+    def slots_of(self, parameter: Tensor) -> list[str]:
+        """Names of what is kept for each element of a parameter."""
+        return [
+            slot.name for slot in self._laid_out({parameter: parameter}).entries[parameter].slots
+        ]
+
     def stored_state(self, parameter: Tensor) -> dict[str, Any]:
         """As `state[parameter]`, with a `StoredSlot` for each slot; empty where there is none."""
-        entry = self._laid_out({}).entries.get(parameter)
-        return self._laid_out({}).stored(entry) if entry is not None and entry.has_state else {}
+        kept = self._laid_out({})
+        entry = kept.entries.get(parameter)
+        return kept.stored(entry) if entry is not None and entry.has_state else {}
 
     def put_state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """State for these parameters, and none for all others; slots may be a `SlotSource`. A step
@@ -366,7 +376,8 @@ class OffloadedOptimizer(Optimizer):
 
     # -- ending ----------------------------------------------------------------------------------
     def flush(self) -> None:
-        """Wait for writes that are under way, and raise what went wrong in them."""
+        """Wait for writes that are under way, and raise what went wrong in them, or in a step."""
+        self._raise_failure()
         if self._kept is not None:
             try:
                 self._kept.store.flush()
