@@ -11,6 +11,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -367,19 +368,27 @@ def backend_name(group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Which serves a device: "gloo", "nccl"; `dist.get_backend` names one for the whole group.
     Empty where the group has none: torch's ranks as threads.
     """
+    backend = backend_of(group, device)
+    return "" if backend is None else backend.name()
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """What serves a device in a group; None where the group has nothing for it."""
     try:
-        return (group or dist.group.WORLD)._get_backend(device).name()  # type: ignore[union-attr]
+        return (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
     except RuntimeError:
-        return ""
+        return None
+
+
+def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedelta | None:
+    """Of a group's collectives, where its backend says so."""
+    options = getattr(backend_of(group, device), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether the backend that serves a device starts several collectives as one."""
-    try:
-        backend = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
-    except RuntimeError:
-        return False
-    return bool(backend.supports_coalescing)
+    return bool(getattr(backend_of(group, device), "supports_coalescing", False))
 
 
 def symmetric_memory() -> Any:

@@ -16,6 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardwise.layout.bucket as bucket_module
 from layouts import fill_shard, gathered, random_bucket, random_whole, rows_of
 from ranks import on_ranks
+from shardwise.comm.c10d.in_place import GradsInPlace
+from shardwise.comm.c10d.packed_grads import ReducePlan
 from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.transport import Bucket, Position, Transport
 from shardwise.errors import TransportError
@@ -463,3 +465,21 @@ def test_nothing_is_issued_for_empty_parameters(rank: int, world: int) -> None:
     with issued() as calls:
         assert gather(transport, bucket)[0].shape == (0, 4)
     assert calls == []
+
+
+@on_ranks(2)
+def test_all_of_a_sum_in_place_is_written(rank: int, world: int) -> None:
+    """Replicas are sent its end too, up to where the counts lie."""
+    specs = [ParamSpec("a", (4, 5), F32), ParamSpec("b", (2,), F32)]
+    layout = layout_of(*specs, world=world)
+    transport = transport_of(rank, world)
+    bucket = transport.attach("unit", layout, CPU)
+    reduced = layout_reduce(layout)
+    assert reduced.largest_numel < reduced.counts_offset
+    out = torch.full((reduced.chunk_numel,), float("nan"))
+    grads = GradsInPlace(bucket, ReducePlan.of(bucket, reduced), out, 1.0)
+    for index, spec in enumerate(specs):
+        grads.put(index, torch.ones(spec.shape))
+    transport.reduce(bucket, grads, out, 1.0).wait()
+    assert out.isfinite().all()
+    assert out[: reduced.largest_numel].eq(world).all() and out[reduced.counts_offset :].eq(2).all()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 from axes import shard_axis
 
 from ranks import on_ranks
+from shardwise._torch_compat import timeout_of
 from shardwise.comm import groups
 from shardwise.comm.groups import for_reductions, on_host
 from shardwise.comm.kept import kept
@@ -36,5 +39,18 @@ def test_hosts_agree_over_a_group_that_moves_host_memory(
 
 @on_ranks(2)
 def test_meshes_of_the_same_ranks_reduce_over_one_group(rank: int, world: int) -> None:
-    first = for_reductions((0, 1))
-    assert first is for_reductions((0, 1)) and first is not dist.group.WORLD
+    cpu = torch.device("cpu")
+    first = for_reductions((0, 1), None, cpu)
+    assert first is for_reductions((0, 1), dist.group.WORLD, cpu)
+    assert first is not dist.group.WORLD and first is not None
+    assert timeout_of(first, cpu) == timeout_of(None, cpu)
+
+
+@on_ranks(2)
+def test_reductions_have_the_timeout_of_their_mesh(rank: int, world: int) -> None:
+    cpu, soon = torch.device("cpu"), timedelta(seconds=31)
+    own = dist.new_group([0, 1], timeout=soon, backend="cpu:gloo")
+    group = for_reductions((0, 1), own, cpu)
+    assert group is not own and group is not for_reductions((0, 1), None, cpu)
+    assert timeout_of(group, cpu) == soon
+    assert dist.get_backend_config(group) == "cpu:gloo"

@@ -1,8 +1,7 @@
 """What runs beside what on an accelerator: the calls to `Streams`, as golden text.
 
-    mark                 gathers from here on come behind what the compute stream has queued
-    fork, join gather    the gather lane waits for the latest mark; the gather and its copy-out are
-                         queued on it
+    mark                 the gather lane waits for what the compute stream has queued
+    fork, join gather    the gather and its copy-out are queued on the gather lane
     fork, join reduce    the reduce lane waits for what the compute stream has queued
     event, wait gather   a point behind them; the compute stream waits for it
     run L0, back L0      the user's computing is queued
@@ -71,7 +70,9 @@ def recorded(model: Any) -> RecordingStreams:
 
     for unit in units_in(model):
         assert isinstance(unit.streams, NoStreams)
-        unit.streams = unit.copy.streams = unit.gradients.streams = streams
+        unit.streams = unit.copy.streams = streams
+        for bucket in unit.buckets:
+            bucket.streams = streams
     for i, layer in enumerate(model.layers):
         layer.register_forward_hook(lambda *_, i=i: streams.calls.append(f"run L{i}"))
         layer.register_forward_pre_hook(lambda _, args, i=i: watch(args[0], f"back L{i}"))

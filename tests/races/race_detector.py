@@ -4,7 +4,7 @@ The engine runs as on a device whose streams are `Lanes`: they order nothing, an
 ordered. A dispatch mode sees each operator read and write storages. Vector clocks (one entry a
 stream) then tell whether one access is ordered behind another:
 
-    mark             the next gather: lane.clock = max(lane.clock, compute's at the mark)
+    mark             the gather lane: lane.clock = max(lane.clock, compute.clock)
     fork reduce      lane.clock = max(lane.clock, compute.clock)
     wait(event)      compute.clock = max(compute.clock, the lane's when the event was recorded)
     collective       on a stream of its process group, behind the stream that issued it
@@ -22,6 +22,7 @@ collective, and kernels of an operator that run on streams of their own, are not
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import weakref
@@ -248,10 +249,28 @@ class Lanes:
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
         self._lanes = {name: detector.new_stream(name) for name in ("gather", "reduce")}
-        self._marked: Clock | None = None
         self._copied: Clock | None = None
         self.left_out: set[str] = set()
         self.seen: set[str] = set()
+
+    @contextlib.contextmanager
+    def users(self, num: int) -> Iterator[list[Callable[[], Any]]]:
+        """More streams on which the user computes, to be entered; at the end all are waited for."""
+        detector = self._detector
+        made = [detector.new_stream(f"user {i}") for i in range(num)]
+        for stream in made:
+            detector.wait(detector.record(detector.current), stream)
+        yield [functools.partial(self._on, stream) for stream in made]
+        for stream in made:
+            detector.wait(detector.record(stream), detector.current)
+
+    @contextlib.contextmanager
+    def _on(self, stream: int) -> Iterator[None]:
+        before, self._detector.current = self._detector.current, stream
+        try:
+            yield
+        finally:
+            self._detector.current = before
 
     def _does(self, what: str) -> bool:
         self.seen.add(what)
@@ -260,21 +279,15 @@ class Lanes:
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[None]:
         detector, lane = self._detector, self._lanes[name]
-        if name == "gather":
-            if self._marked is not None and self._does("wait for the mark"):
-                detector.wait(self._marked, lane)
-            self._marked = None
-        elif self._does("fork reduce"):
+        if name == "reduce" and self._does("fork reduce"):
             detector.wait(detector.record(detector.current), lane)
-        before, detector.current = detector.current, lane
-        try:
+        with self._on(lane):
             yield
-        finally:
-            detector.current = before
 
     def mark(self) -> None:
         if self._does(f"mark in {caller()}"):
-            self._marked = self._detector.record(self._detector.current)
+            detector = self._detector
+            detector.wait(detector.record(detector.current), self._lanes["gather"])
 
     def record(self, name: str) -> Any:
         return self._detector.record(self._lanes[name])

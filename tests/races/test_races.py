@@ -171,16 +171,83 @@ def fail(mesh: DeviceMesh, **options: Any) -> None:
         optimizer.zero_grad()
 
 
-def repeat(mesh: DeviceMesh, **options: Any) -> None:
+def repeat(mesh: DeviceMesh, *, in_place: bool = False, **options: Any) -> None:
     """A reproducible step."""
-    model = sharded(mesh, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    with sw.reproducible(model, optimizer, num_micro_batches=6, seed=0) as run:
+    with contextlib.ExitStack() as stack:
+        if in_place:
+            stack.enter_context(in_place_for_all())
+        model = sharded(mesh, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        run = stack.enter_context(sw.reproducible(model, optimizer, num_micro_batches=6, seed=0))
         for step in range(2):
             for _ in run.micro_batches(step):
                 model(torch.randn(4, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def alternate(mesh: DeviceMesh, **options: Any) -> None:
+    """Two models on two streams of the user that nothing orders, and one model on both."""
+    lanes: Any = streams.streams_for(torch.device("cpu"))
+    both = [sharded(mesh, **options) for _ in range(2)]
+    shared = sharded(mesh, strategy="shard_grad_op")
+    with lanes.users(2) as users, torch.no_grad():
+        for _ in range(3):
+            for model, user in zip(both, users, strict=True):
+                with user():
+                    model(torch.randn(4, WIDTH))
+        for user in users:
+            with user():
+                shared(torch.randn(4, WIDTH))
+
+
+class TwoTypes(nn.Module):
+    """A unit of two buckets."""
+
+    runs_all = True
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """All layers, or the second one alone."""
+        x = self.first(x) if self.runs_all else x
+        return self.second(x.double()).float()
+
+
+def read_sums(mesh: DeviceMesh, *, uneven: bool = False, **options: Any) -> None:
+    """Buckets that have partial sums alone when they are reduced, in units that have more or not;
+    at the end of a backward, and because somebody reads gradients.
+    """
+    width = 37 if uneven else WIDTH
+    model: Any = nn.Sequential(*(TwoTypes(width) for _ in range(3)))
+    for unit in model:
+        sw.fully_shard(unit, mesh=mesh, transport="c10d", **options)
+    sw.fully_shard(model, mesh=mesh, transport="c10d", **options)
+    model.set_reduce_scatter_max_input_buffers(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        for syncs in (False, True):
+            model.set_requires_gradient_sync(syncs)
+            model[0].runs_all = not syncs
+            run = model[:2] if syncs else model
+            x = torch.randn(4, width)
+            for unit in run:
+                x = unit(x)
+            x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.set_requires_gradient_sync(False)
+        model(torch.randn(4, width)).square().mean().backward()
+        sw.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def read_sums_in_place(mesh: DeviceMesh) -> None:
+    with in_place_for_all():
+        read_sums(mesh)
 
 
 def drop(mesh: DeviceMesh, **options: Any) -> None:
@@ -226,11 +293,17 @@ def configurations(world: int) -> dict[str, Callable[[], None]]:
         "evaluation with kept copies": run(evaluate, line, strategy="shard_grad_op"),
         "exceptions": run(fail, line),
         "exceptions, no_shard": run(fail, line, strategy="no_shard"),
+        "two streams of the user": run(alternate, line),
+        "partial sums": run(read_sums, line),
+        "partial sums, no_shard": run(read_sums, line, strategy="no_shard"),
+        "partial sums, uneven, offload": run(read_sums, line, uneven=True, offload_policy=on_host),
+        "partial sums in place": run(read_sums_in_place, line),
         "a model that goes": run(drop, line),
         "a model that goes, bf16": run(drop, line, mp_policy=half),
     }
     if world < 4:
-        return {**of_a_line, "reproducible": run(repeat, line)}
+        in_place = run(repeat, line, in_place=True)
+        return {**of_a_line, "reproducible": run(repeat, line), "reproducible, in place": in_place}
     names = ("replicate", "shard")
     grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
     column = init_device_mesh("cpu", (world, 1), mesh_dim_names=names)
@@ -239,6 +312,8 @@ def configurations(world: int) -> dict[str, Callable[[], None]]:
         "shards of one rank": run(train, column, strategy="hybrid_full_optimizer"),
         "replicas of one rank": run(train, column, strategy="hybrid_shard"),
         "hybrid_shard": run(train, grid, strategy="hybrid_shard"),
+        "partial sums, hybrid": run(read_sums, grid, strategy="hybrid_shard"),
+        "partial sums, homes": run(read_sums, grid, strategy="hybrid_full_optimizer"),
         "hybrid_full_optimizer": run(train, grid, strategy="hybrid_full_optimizer"),
         "in place, hybrid": run(train, grid, in_place=True, strategy="hybrid_full_optimizer"),
     }

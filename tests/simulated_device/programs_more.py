@@ -4,6 +4,7 @@ ranks that run out of data, other placements and meshes, two models, other optim
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any
@@ -217,6 +218,30 @@ def two_models(place: Place) -> Tensors:
     return loop(place, student, step_of)
 
 
+def two_streams(place: Place) -> Tensors:
+    """Two models are evaluated on two streams of the user that nothing orders, and one on both."""
+    models = [place.shard(make(Blocks, seed=i)) for i in range(2)]
+    shared = place.shard(make(Blocks, seed=2), "shard_grad_op")
+    inputs = [place.batch(models[0], step) for step in range(3)]
+    if place.device == "cpu":
+        users: list[Any] = [contextlib.nullcontext] * 2
+    else:
+        torch.accelerator.synchronize()
+        users = [functools.partial(torch.sim.stream, torch.sim.Stream()) for _ in range(2)]
+    outputs: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for step, x in enumerate(inputs):
+            for i, (model, user) in enumerate(zip(models, users, strict=True)):
+                with user():
+                    outputs[f"{i} {step}"] = model(x)
+        for i, user in enumerate(users):
+            with user():
+                outputs[f"shared {i}"] = shared(inputs[0])
+    if place.device != "cpu":
+        torch.accelerator.synchronize()
+    return {key: out.cpu() for key, out in outputs.items()}
+
+
 class Ffn(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -295,6 +320,7 @@ MORE_PROGRAMS: dict[str, tuple[int, Program]] = {
     "counted by tokens": (2, counted_by_tokens),
     "scaled fp16": (2, scaled),
     "two models": (2, two_models),
+    "two streams": (2, two_streams),
     "tensor parallel": (4, run(train, model_class=Stack, prepare=with_tensor_parallel)),
     "whole on one rank": (2, run(train, model_class=Uneven, prepare=run(placed, OnOneRank(0)))),
     "by columns": (2, run(train, model_class=Wide, prepare=run(placed, ByColumns(-1)))),

@@ -23,10 +23,11 @@ from shardwise.engine.core.state import units_in
 from simulated_device.programs import PROGRAMS as USUAL
 from simulated_device.programs import Place, train
 from simulated_device.programs_more import MORE_PROGRAMS
+from simulated_device.programs_rare import RARE_PROGRAMS
 from simulated_device.worlds import run_on_devices
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
-PROGRAMS = {**USUAL, **MORE_PROGRAMS}
+PROGRAMS = {**USUAL, **MORE_PROGRAMS, **RARE_PROGRAMS}
 HIGHEST_US = 300
 SEEDS = (None, 1, 2)  # None: no delays
 

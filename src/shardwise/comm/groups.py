@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import backend_name
+from shardwise._torch_compat import backend_name, timeout_of
 from shardwise.comm.kept import kept
 
 CPU = torch.device("cpu")
@@ -36,9 +36,14 @@ def on_host(
     return known[ranks], CPU
 
 
-def for_reductions(ranks: tuple[int, ...]) -> Group:
-    """One for all meshes of these ranks. A collective of them when it is called first."""
-    known = kept("reduce groups")
-    if ranks not in known:
-        known[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return known[ranks]
+def for_reductions(ranks: tuple[int, ...], group: Group, device: torch.device) -> Group:
+    """One for all meshes of these ranks, with the backends and the timeout of their own group. A
+    collective of them when it is called first.
+    """
+    known, backends = kept("reduce groups"), dist.get_backend_config(group)
+    timeout = timeout_of(group, device)
+    key = (ranks, backends, timeout)
+    if key not in known:
+        own = {"backend": backends, "timeout": timeout}
+        known[key] = dist.new_group(list(ranks), **own, use_local_synchronization=True)
+    return known[key]

@@ -2,11 +2,11 @@
 
 Two lanes run beside the stream on which the user computes:
 
-    gather   all-gather, copy-out         waits for the latest point that the compute stream has
-                                          marked (`mark`), is waited for at first use, by its event
+    gather   all-gather, copy-out         waits for the compute stream where that says so (`mark`);
+                                          is waited for at each use, by its event
     reduce   reduce-scatter, all-reduce   waits for the compute stream when issued, which has packed
              the gradients by then; is waited for when its memory is wanted, or at the end
-    compute  the user's stream
+    compute  the user's stream: the one that is current when it calls. There may be several
 
 All units and transports of a device share one pair of lanes: an allocator keeps memory by stream,
 so what one unit has released serves the next one only where both gather on the same lane.
@@ -41,8 +41,8 @@ class Streams(Protocol):
     is_async: bool  # waiting for a collective inside a lane holds up the lane, not the host
 
     def lane(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Run the body on a lane: "gather" behind the latest `mark`, "reduce" behind all that the
-        compute stream has queued.
+        """Run the body on a lane: "gather" behind all marks, "reduce" behind all that the compute
+        stream has queued.
         """
         ...
 
@@ -121,7 +121,6 @@ class DeviceStreams(NoStreams):
             "gather": self._module.Stream(device=device, priority=-1),
             "reduce": self._module.Stream(device=device, priority=-1),
         }
-        self._marked: Any = None  # an event that the gather lane has not waited for yet
         self._copied: Any = None  # one behind the latest copy to the host
 
     @contextlib.contextmanager
@@ -129,14 +128,11 @@ class DeviceStreams(NoStreams):
         stream = self._lanes[name]
         if name == "reduce":
             stream.wait_stream(self._module.current_stream(self._device))
-        elif self._marked is not None:
-            stream.wait_event(self._marked)
-            self._marked = None
         with self._module.stream(stream):
             yield
 
     def mark(self) -> None:
-        self._marked = self._module.current_stream(self._device).record_event()
+        self._lanes["gather"].wait_stream(self._module.current_stream(self._device))
 
     def record(self, name: str) -> Any:
         return self._lanes[name].record_event()

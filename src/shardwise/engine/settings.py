@@ -110,7 +110,7 @@ class UnitSettings:
         unit.settings.all_reduce_hook = hook
 
     def set_post_optim_event(self, event: Any) -> None:
-        """The next gathers wait for `event` instead of for all that the compute stream queued."""
+        """The next gathers wait for `event`, and so does the compute stream, which they follow."""
         unit = unit_of(self)
         if event is not None and unit.streams.is_async:
             unit.streams.wait(event)

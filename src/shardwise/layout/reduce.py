@@ -90,7 +90,7 @@ class ReduceLayout:
         """Elements that every rank puts in: all ranks' chunks, padded or exact."""
         return self.world * self.chunk_numel if self.sends_padded else self._exact_numel
 
-    @property
+    @cached_property
     def is_regular(self) -> bool:
         """One call packs all gradients: every parameter is cut along its first dim into parts of
         equal space.

@@ -1,5 +1,7 @@
 #include "streams.h"
 
+#include <c10/core/InferenceMode.h>
+
 #include <unistd.h>
 
 #include <chrono>
@@ -33,6 +35,8 @@ Stream::Stream(StreamId id) : id(id) {
 }
 
 void Stream::run() {
+  // Kernels write to the host's inference tensors too; what autograd is to know it has seen there.
+  c10::InferenceMode below_autograd;
   for (;;) {
     Work work;
     {

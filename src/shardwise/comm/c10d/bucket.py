@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.comm.c10d.memory import GroupMemory, SymmetricGather
-from shardwise.comm.groups import for_reductions
+from shardwise.comm.groups import CPU, for_reductions
 from shardwise.comm.kept import kept
 from shardwise.comm.transport import Bucket
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 class C10dBucket(Bucket):
     """See the module docstring."""
 
+    device: torch.device = CPU  # of its collectives; the buffer may lie on the host
     all_gather: Any = None
     reduce_scatter: Any = None
     memory: GroupMemory | None = None  # where staging is not torch's
@@ -41,7 +42,8 @@ class C10dBucket(Bucket):
 
     def separate_reductions(self, enable: bool) -> None:
         alone = self.shard.size == 1 or not enable
-        self.reduce_group = None if alone else for_reductions(self.shard.ranks)
+        own = self.shard.ranks, self.shard.group, self.device
+        self.reduce_group = None if alone else for_reductions(*own)
 
     def allocate_by_group(self, enable: bool) -> None:
         alone = self.shard.size == 1 or not enable

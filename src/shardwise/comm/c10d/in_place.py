@@ -121,12 +121,10 @@ class GradsInPlace:
     def pack(self) -> None:
         """As collectives want them; one that has not arrived is zeros."""
         layout, held = self.plan.layout, self._held
-        zeros: dict[tuple[int, ...], torch.Tensor] = {}
         for index, param in enumerate(layout.params):
-            shape = param.spec.shape
             grad = held.get(index)
             if grad is None:
-                grad = zeros.setdefault(shape, self._like.new_zeros(shape))
+                grad = self._like.new_zeros(param.spec.shape)
             if grad.dtype != layout.dtype or not grad.is_contiguous():
                 grad = grad.to(layout.dtype).contiguous()
             held[index] = grad
@@ -141,6 +139,8 @@ class GradsInPlace:
             out[at : at + param.numel // layout.world]
             for param, at in zip(layout.params, layout.offsets(0), strict=True)
         ]
+        if layout.largest_numel < layout.counts_offset:
+            out[layout.largest_numel : layout.counts_offset].zero_()  # sent to replicas with it
         return [*read, self._counts()], [*written, out[layout.counts_offset :]]
 
     def _counts(self) -> torch.Tensor:
@@ -152,10 +152,13 @@ class GradsInPlace:
                 counts[:, index].zero_()
         return counts.view(-1)
 
-    def packed(self) -> PackedGrads:
-        """The same in rank-major order, for sums that are taken in an order of their own."""
+    def packed(self) -> tuple[PackedGrads, list[torch.Tensor]]:
+        """The same in rank-major order, for sums that are taken in an order of their own, and what
+        is to be kept until they are: a lane copies from it.
+        """
         grads = PackedGrads(self._bucket, self.plan, self._like, 1.0)
         held, self._held = self._held, {}
         for index, grad in held.items():
-            grads.put(index, grad)
-        return grads
+            if self._arrived[index]:
+                grads.put(index, grad)
+        return grads, list(held.values())

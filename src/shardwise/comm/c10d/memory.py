@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import symmetric_memory
+from shardwise._torch_compat import backend_of, symmetric_memory
 
 
 class GroupMemory:
@@ -28,7 +28,7 @@ class GroupMemory:
     def allocate(
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        backend: Any = (self._group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+        backend = backend_of(self._group, device)
         if backend.supports_tensor_alloc(device):
             flat = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
             return flat.view(size)

@@ -74,7 +74,8 @@ class C10dTransport(Ordered[C10dBucket]):
         buffer = torch.zeros(layout.chunk_numel, dtype=layout.dtype, device=device)
         self._num_attached += 1
         axes = (self._shard, self._replicate)
-        return C10dBucket(name, layout, *axes, buffer, self._streams, self._num_attached)
+        number, device = self._num_attached, self._device
+        return C10dBucket(name, layout, *axes, buffer, self._streams, number, device=device)
 
     def gather(self, bucket: C10dBucket, shard: torch.Tensor, out: torch.Tensor) -> Handle:
         """`shard` may have the stored or the gather dtype and lie on the host; `out` decides."""
@@ -191,10 +192,11 @@ class C10dTransport(Ordered[C10dBucket]):
         tree: TreeSum,
         leaves: tuple[int | None, ...],
     ) -> Handle:
+        keeps = None
         if isinstance(grads, GradsInPlace):
-            grads = grads.packed()
+            grads, keeps = grads.packed()
         assert isinstance(grads, PackedGrads), f"{type(grads).__name__} is another transport's"
-        return tree_sums.collect(self, self._issue, bucket, grads, out, tree, leaves)
+        return tree_sums.collect(self, self._issue, bucket, grads, out, tree, leaves, keeps)
 
     def complete(self, bucket: C10dBucket, tree: TreeSum) -> Handle:
         return tree_sums.complete(self, self._issue, bucket, tree)

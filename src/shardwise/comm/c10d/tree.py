@@ -32,8 +32,9 @@ def collect(
     out: torch.Tensor,
     tree: TreeSum,
     leaves: tuple[int | None, ...],
+    keeps: Any = None,
 ) -> Handle:
-    """See `TreeTransport.collect`."""
+    """See `TreeTransport.collect`; `keeps`: what the packed gradients are copied from."""
     plan, staging = grads.plan, grads.finish()
     packed = staging.packed
     if bucket.shard.size == 1:
@@ -57,7 +58,7 @@ def collect(
         tree.keep()
         staging.give_back()
 
-    return Issued(transport, bucket, works, "tree reduction", finish)
+    return Issued(transport, bucket, works, "tree reduction", finish, keeps)
 
 
 def complete(

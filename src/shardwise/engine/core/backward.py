@@ -203,9 +203,7 @@ class BackwardPass:
         reduction = self._in_flight.popleft()
         unit = reduction.grads.state.unit()
         if unit.streams.is_async:
-            with torch.no_grad(), unit.streams.lane("reduce"):
-                reduction.finish()
-            unit.streams.wait(unit.streams.record("reduce"))
+            reduction.finish_on_lane()
         elif torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
                 reduction.finish()
@@ -275,7 +273,7 @@ class BackwardPass:
         unit = grads.state.unit()
         self.touched.setdefault(unit, None)
         unit.gradients.watch()  # it may not have run since `requires_grad` was changed
-        reduction = unit.gradients.issue_bucket(grads, joins=missing)
+        reduction = unit.gradients.route.issue(unit.gradients, grads, joins=missing)
         self._in_flight.append(reduction)
         for tell in self.moments.issued:
             tell(unit, [reduction])

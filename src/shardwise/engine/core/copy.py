@@ -46,8 +46,8 @@ class FullCopy:
     """See the module docstring."""
 
     __slots__ = (
-        *("_mark", "buckets", "event", "handles", "holds", "is_stale", "is_there", "shows_shards"),
-        *("streams", "version", "when_shown"),
+        *("_mark", "buckets", "event", "handles", "holds", "is_awaited", "is_stale", "is_there"),
+        *("shows_shards", "streams", "version", "when_shown"),
     )
 
     def __init__(self, mark: Mark, streams: Streams) -> None:
@@ -59,7 +59,8 @@ class FullCopy:
         self.shows_shards = True  # and modules hold nothing else
         self.when_shown: list[Callable[[], None]] = []  # modules hold another form now
         self.handles: Sequence[Handle] = ()
-        self.event: Any = None  # behind the gather, until somebody has waited for it
+        self.event: Any = None  # behind the gather; each use waits for it, on its own stream
+        self.is_awaited = True  # by one at least
 
     @property
     def is_current(self) -> bool:
@@ -88,7 +89,7 @@ class FullCopy:
             with self.streams.lane("gather"):
                 self.handles = outside_transforms(gather)
                 self._wait_handles()  # the lane waits, not the host: copy-out overlaps too
-            self.event = self.streams.record("gather")
+            self.event, self.is_awaited = self.streams.record("gather"), False
         else:
             self.handles = outside_transforms(gather)
         self.is_there, self.is_stale = True, False
@@ -99,8 +100,8 @@ class FullCopy:
         if self.handles:
             self._wait_handles()
         if self.event is not None:
-            event, self.event = self.event, None
-            self.streams.wait(event)
+            self.is_awaited = True
+            self.streams.wait(self.event)
 
     def _wait_handles(self) -> None:
         try:
@@ -143,17 +144,18 @@ class FullCopy:
 
     def release(self, after: str = "") -> None:
         """Give the memory back; `after`: see `BucketState.release`."""
-        if self.handles or self.event is not None:
+        if self.handles or not self.is_awaited:
             self.wait()
         for bucket in self.buckets:
             bucket.release(after)
         if self.streams.is_async:
             self.streams.mark()  # the memory serves others, behind what has read it
+            self.event = None
         self.is_there = False
 
     def __del__(self) -> None:
         """A gather is on its way: shards and full parameters, whose memory goes with this, come
         behind it.
         """
-        if getattr(self, "event", None) is not None and not sys.is_finalizing():
+        if not getattr(self, "is_awaited", True) and not sys.is_finalizing():
             self.streams.wait(self.event)

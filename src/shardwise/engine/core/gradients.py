@@ -19,7 +19,6 @@ from operator import attrgetter, is_
 
 import torch
 
-from shardwise.comm.streams import Streams
 from shardwise.comm.transport import Bucket, GradBuffer, Missing
 from shardwise.engine.core.arrivals import Arrivals
 from shardwise.engine.core.bucket import BucketState
@@ -141,18 +140,6 @@ class BucketGrads:
         numel, device = 0 if waits else layout.chunk_numel, self.state.mesh.device
         return torch.empty(numel, dtype=layout.dtype, device=device)
 
-    def pack(self) -> None:
-        """On accelerators, on the stream that gradients came on: no other reads them. Then there is
-        room for the sum.
-        """
-        if (pack := getattr(self.buffer, "pack", None)) is not None:
-            pack()
-        self._make_room()
-
-    def _make_room(self) -> None:
-        if self.out is not None and self.layout is not None and not self.out.numel():
-            self.out = self._new_out(self.layout, is_early=False)
-
     @property
     def is_complete(self) -> bool:
         """Every gradient has arrived that is to come; at once where none is."""
@@ -254,27 +241,32 @@ class BucketGrads:
     def issue(self, scale: Scale, all_reduce: bool, *, joins: Missing | None = None) -> Reduction:
         """Issue the reduction of what was collected (zeros where nothing arrived)."""
         buffer, out, layout, had = self.take(scale, joins=joins)
-        assert self.state.bucket is not None
-        handle = self.state.transport.reduce(self.state.bucket, buffer, out, scale.after)
-        reduction = Reduction(self, handle, out, layout, had, all_reduce)
-        if layout.world == 1 and all_reduce:
-            reduction.start_all_reduce()  # nothing to wait for before
+        state = self.state
+        assert state.bucket is not None
+        with state.streams.lane("reduce"):
+            handle = state.transport.reduce(state.bucket, buffer, out, scale.after)
+            reduction = Reduction(self, handle, out, layout, had, all_reduce)
+            if layout.world == 1 and all_reduce:
+                reduction.start_all_reduce()  # nothing to wait for before
         return reduction
 
     def take(
         self, scale: Scale, *, joins: Missing | None
     ) -> tuple[GradBuffer, torch.Tensor, ReduceLayout, tuple[bool, ...]]:
         """What was collected, for a reduction that is issued now: gradients, where the sum goes,
-        their layout, which are there. `joins`: peers have some, this rank has nothing.
+        their layout, which are there. `joins`: peers have some, this rank has nothing. On
+        accelerators they are packed here, on the stream that they came on: no other reads them.
         """
         tally = self.tally
         if self.buffer is None:
             tally.repeated += bool(tally.issued) and joins is None
             self.open(scale, joins=joins)
-        if self.state.transport.sums_late:
-            self._make_room()
         buffer, out, layout = self.buffer, self.out, self.layout
         assert buffer is not None and out is not None and layout is not None
+        if self.state.streams.is_async and (pack := getattr(buffer, "pack", None)) is not None:
+            pack()
+        if not out.numel() and self.state.transport.sums_late:
+            out = self._new_out(layout, is_early=False)
         had = buffer.had
         if tally.waiting and not all(had):
             tally.lost |= sum(
@@ -357,8 +349,8 @@ class Gradients:
     all ranks have handed theirs in.
     """
 
-    def __init__(self, settings: Settings, streams: Streams) -> None:
-        self.settings, self.streams = settings, streams
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self.buckets: list[BucketGrads] = []
         self.weight = Weight()
         self.route: Route = USUAL
@@ -446,14 +438,8 @@ class Gradients:
     # -- reducing --------------------------------------------------------------------------------
     def issue(self) -> list[Reduction]:
         """Reduce every trainable bucket."""
-        return [self.issue_bucket(b) for b in self.buckets if b.trainable_layout().indices]
-
-    def issue_bucket(self, bucket: BucketGrads, *, joins: Missing | None = None) -> Reduction:
-        if not self.streams.is_async:
-            return self.route.issue(self, bucket, joins=joins)
-        bucket.pack()
-        with self.streams.lane("reduce"):
-            return self.route.issue(self, bucket, joins=joins)
+        issue = self.route.issue
+        return [issue(self, b, joins=None) for b in self.buckets if b.trainable_layout().indices]
 
     def settle(self) -> None:
         """Reduce partial gradients now, because somebody reads them: as they are, whatever the
@@ -461,9 +447,9 @@ class Gradients:
         """
         waiting = [bucket for bucket in self.buckets if bucket.has_partial]
         for reduction in [bucket.issue(self.scale(bucket), True) for bucket in waiting]:
-            reduction.finish(run_hooks=False)
-        self.streams.land()
+            reduction.finish_on_lane(run_hooks=False)
         for bucket in waiting:
+            bucket.state.streams.land()
             bucket.tally.clear()
         self.weight.count = None
 

@@ -93,6 +93,13 @@ class Reduction:
             hook(self.out[: self.layout.data_numel(self.grads.state.own_rank)])
         self._deliver(run_hooks)
 
+    def finish_on_lane(self, *, run_hooks: bool = True) -> None:
+        """Finish where it runs; the compute stream, which allocates from here on, comes behind."""
+        streams = self.grads.state.streams
+        with torch.no_grad(), streams.lane("reduce"):
+            self.finish(run_hooks=run_hooks)
+        streams.wait(streams.record("reduce"))
+
     def _keep_replica(self) -> None:
         self.grads.tally.delivered += 1
         if self.grads.replica is not None:

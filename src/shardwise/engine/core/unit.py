@@ -93,7 +93,7 @@ class Unit:
             reshard_after_forward=strategy.lifetime is Lifetime.USE,
             reshard_after_backward=strategy.lifetime is not Lifetime.CLEAN,
         )
-        self.gradients = Gradients(self.settings, streams)
+        self.gradients = Gradients(self.settings)
         self.build(found)
         self.context: Context  # set when a context takes the unit in
 

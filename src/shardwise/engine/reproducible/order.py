@@ -137,11 +137,12 @@ class SumOrder(Route):
         had = tuple(has and self.leaf is not None for has in had)
         transport = state.transport
         assert sums_in_tree(transport), "checked when the run began"
-        handle = transport.collect(state.bucket, buffer, out, tree, self.leaves(state))
-        reduction = OrderedReduction(bucket, handle, out, layout, had, self.is_last)
-        reduction.tree, reduction.num_leaves = tree, self.schedule.num_micro_batches
-        if self.is_last and layout.world == 1:
-            reduction.start_all_reduce()  # nothing to wait for before
+        with state.streams.lane("reduce"):
+            handle = transport.collect(state.bucket, buffer, out, tree, self.leaves(state))
+            reduction = OrderedReduction(bucket, handle, out, layout, had, self.is_last)
+            reduction.tree, reduction.num_leaves = tree, self.schedule.num_micro_batches
+            if self.is_last and layout.world == 1:
+                reduction.start_all_reduce()  # nothing to wait for before
         return reduction
 
     def admit(self, grads: BucketGrads) -> None:

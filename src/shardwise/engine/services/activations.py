@@ -93,7 +93,7 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
                 return tensor, tensor._version  # behind hooks autograd itself does not compare
             if tensor.numel() * tensor.itemsize < OFFLOADED_FROM_BYTES:
                 return tensor
-            pinned = tensor.device.type == "cuda"
+            pinned = not tensor.is_cpu
             host = torch.empty(
                 tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=pinned
             )
