@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
         Strategy,
+        Wire,
     )
     from shardwise.offload import OffloadedOptimizer
 
@@ -69,6 +70,7 @@ _HOMES = {
     "Strategy": "layout",
     "Transport": "comm.transport",
     "UnshardHandle": "engine.module",
+    "Wire": "layout",
     "check_finite": "engine.guards.finite",
     "clip_grad_norm_": "engine.services.clip",
     "full_parameters": "engine.services.copies",
@@ -111,6 +113,7 @@ __all__ = [
     "Strategy",
     "Transport",
     "UnshardHandle",
+    "Wire",
     "check_finite",
     "clip_grad_norm_",
     "full_parameters",

@@ -13,16 +13,19 @@ of C++ reducers included. Small messages through the store are not counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch_compat import DispatchMode
+from shardwise.comm.transport import Bucket
 from shardwise.engine.core.state import units_in
 from shardwise.engine.services.inspect import record_events
-from shardwise.layout import home_reduce
+from shardwise.layout import BucketLayout, Collective, Moment, home_reduce
+from shardwise.layout.unit import all_reduce_of, gather_of, reduce_of
+from shardwise.layout.wire import PLAIN
 
 
 @dataclass(slots=True)
@@ -45,6 +48,12 @@ class Traffic:
         name = f"num_{kind}s"
         setattr(self, name, getattr(self, name) + 1)
 
+    def add_all(self, moved: list[Collective], ranks: int) -> None:
+        """Collectives of a layout over an axis of so many ranks."""
+        for each in moved:
+            kind = "other" if each.kind == "all_reduce" else each.kind
+            self.add(kind, each.received_bytes(ranks))
+
     def as_json(self) -> dict[str, int]:
         return {"total_bytes": self.total_bytes, **asdict(self)}
 
@@ -59,23 +68,28 @@ def count_ours(model: nn.Module, step: Callable[[], object]) -> Traffic:
         for grads in units[event.unit].gradients.buckets:
             bucket = grads.state
             layout, reduce = bucket.layout, grads.trainable_layout()
-            if event.code == "AG" and layout.world > 1:
-                whole = layout.chunk_numel * layout.gather_dtype.itemsize
-                traffic.add("gather", whole * (layout.world - 1))
-            elif event.code == "RS" and reduce.indices and layout.world > 1:
-                whole = reduce.packed_numel * reduce.dtype.itemsize
-                traffic.add("reduce", whole * (layout.world - 1) / layout.world)
             home, replicas = bucket.home, layout.replicas
+            if event.code == "AG" and layout.world > 1:
+                moved = gather_of(_as_gathered(layout, bucket.bucket), Moment.FORWARD)
+            elif event.code == "RS" and reduce.indices and layout.world > 1:
+                moved = reduce_of(reduce)
+            else:
+                moved = []
+            traffic.add_all(moved, layout.world)
             if event.code == "HG" and home is not None:
-                whole = home.layout.chunk_numel * layout.gather_dtype.itemsize
-                traffic.add("gather", whole * (replicas - 1))
+                again = gather_of(_as_gathered(home.layout, home.bucket), Moment.FORWARD)
+                traffic.add_all(again, replicas)
             if event.code == "RS" and reduce.indices and home is not None:
-                second = home_reduce(home.layout, reduce)
-                whole = second.packed_numel * second.dtype.itemsize
-                traffic.add("reduce", whole * (replicas - 1) / replicas)
+                traffic.add_all(reduce_of(home_reduce(home.layout, reduce)), replicas)
             elif event.code == "RS" and reduce.indices and replicas > 1:
-                traffic.add("other", 2 * reduce.chunk_bytes * (replicas - 1) / replicas)
+                traffic.add_all(all_reduce_of(reduce), replicas)
     return traffic
+
+
+def _as_gathered(layout: BucketLayout, bucket: Bucket | None) -> BucketLayout:
+    """What is frozen keeps its bits, whatever wire format its bucket has."""
+    keeps = bucket is not None and bucket.keeps_bits
+    return replace(layout, wire=PLAIN) if keeps else layout
 
 
 def count_collectives(step: Callable[[], object]) -> Traffic:

@@ -16,6 +16,7 @@ from shardwise.train.command import parse
 from shardwise.train.config import gather_limit, resolved_strategy
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
+from shardwise.train.wire_keys import is_wired
 from shardwise.units import counted, text_of_bytes
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:
     else:
         unit = f"unit {shard.unit!r}: as asked for"
     transport = f"transport {shard.transport}: as asked for"
-    if shard.transport == "auto":
+    if shard.transport == "auto" and is_wired(loaded.config):
+        transport = "transport auto: c10d, which takes wire formats"
+    elif shard.transport == "auto":
         transport = (
             "transport auto: shared memory where all ranks run on the CPU of one host and can "
             "read each other's memory, else c10d (Gloo, NCCL)"
@@ -87,9 +90,20 @@ def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:
     return [
         unit,
         transport,
+        *wire_lines(plan),
         f"strategy {strategy}: {source}; {sizes}",
         f"gathered ahead of use: {ahead} on accelerators, nothing on CPU",
     ]
+
+
+def wire_lines(plan: PlannedModel) -> list[str]:
+    """What travels in another way than usual, and the error that it brings."""
+    found = []
+    for wire in dict.fromkeys(unit.wire for unit in plan.units if not unit.wire.is_plain):
+        again = ", and so is the sum over replicas" if plan.replicas > 1 else ""
+        again = again if wire.reduce != "exact" else ""
+        found.append(f"wire {wire.text}: over process groups; {wire.error}{again}")
+    return found
 
 
 def _row(unit: Any) -> dict[str, Any]:
@@ -99,6 +113,7 @@ def _row(unit: Any) -> dict[str, Any]:
         "parameters": unit.numel,
         "strategy": unit.strategy.name,
         "transport": unit.transport,
+        "wire": unit.wire.text,
         "kept_bytes": unit.kept_bytes,
         "gathered_bytes": unit.layout.full_bytes,
         "collectives": len(unit.collectives),
@@ -131,6 +146,8 @@ def _print(plan: PlannedModel, why: list[str], num_ranks: int) -> None:
     columns = [Column("unit", [label for label, _ in rows], is_number=False)]
     if len(set(kinds)) > 1:
         columns.append(Column("strategy", kinds, is_number=False))
+    if any(not u.wire.is_plain for _, u in rows):
+        columns.append(Column("wire", [u.wire.text for _, u in rows], is_number=False))
     for name, cells in (
         ("parameters", [f"{u.numel:,}" for _, u in rows]),
         ("kept", [text_of_bytes(u.kept_bytes) for _, u in rows]),

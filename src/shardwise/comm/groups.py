@@ -4,6 +4,7 @@ on_host          for what hosts tell each other while their devices compute. A c
                  device tensors whose answer the host reads makes it wait until the device has
                  done all that is queued. Flags that steer the host go over Gloo instead: by the
                  mesh's own group where that serves CPU tensors too ("cpu:gloo,cuda:nccl")
+of_hosts         the ranks of an axis that share a host, and those with one number on theirs
 for_reductions   a communicator of their own: on one, a gather waits for the reduction that was
                  issued before it
 """
@@ -37,10 +38,24 @@ def on_host(
 
 
 def for_reductions(ranks: tuple[int, ...], group: Group, device: torch.device) -> Group:
-    """One for all meshes of these ranks, with the backends and the timeout of their own group. A
-    collective of them when it is called first.
+    """One for all meshes of these ranks. A collective of them when it is called first."""
+    return _like("reduce groups", ranks, group, device)
+
+
+def of_hosts(
+    ranks: tuple[int, ...], rank: int, inside: int, group: Group, device: torch.device
+) -> tuple[Group, Group]:
+    """Of the ranks of an axis, `inside` neighbours on each host: the group of those that have the
+    number of `rank` on their hosts, and that of its own host. A collective when it is called first.
     """
-    known, backends = kept("reduce groups"), dist.get_backend_config(group)
+    first = rank - rank % inside
+    within = _like("groups of hosts", ranks[first : first + inside], group, device)
+    return _like("groups of hosts", ranks[rank % inside :: inside], group, device), within
+
+
+def _like(kind: str, ranks: tuple[int, ...], group: Group, device: torch.device) -> Group:
+    """A group with the backends and the timeout of the mesh's own."""
+    known, backends = kept(kind), dist.get_backend_config(group)
     timeout = timeout_of(group, device)
     key = (ranks, backends, timeout)
     if key not in known:

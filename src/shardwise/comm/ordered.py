@@ -36,7 +36,7 @@ from shardwise.layout import BucketLayout, ReduceLayout
 
 _CAPABILITIES = (
     *("reads_at_any_time", "takes_custom_collectives", "sums_in_tree", "takes_bytes"),
-    *("has_peers", "sums_late"),
+    *("takes_wires", "has_peers", "sums_late"),
 )
 
 

@@ -102,6 +102,7 @@ class Bucket:
     streams: Streams = NO_STREAMS  # of the device that computes; the buffer may lie on the host
     number: int = 0  # tells those of one transport apart, the same on all ranks
     follows: bool = False  # its reductions follow those of another bucket: none is missed alone
+    keeps_bits: bool = False  # gathered exactly, whatever wire format its layout has
 
     def separate_reductions(self, enable: bool) -> None:
         """Reductions have a communicator of their own, where gathers have one. A collective."""
@@ -188,6 +189,7 @@ class Transport(Protocol[B]):
     takes_custom_collectives: bool = False  # its buckets have `use_collective`
     sums_in_tree: bool = False  # it has the methods of `TreeTransport`
     takes_bytes: bool = False  # it gathers what is not in the bucket's buffer, of any dtype
+    takes_wires: bool = False  # it moves by the wire formats of layouts
     has_peers: bool = True  # ranks meet in it
     sums_late: bool = False  # `grad_buffer` wants of `out` no more than its dtype and device
     checks_order: bool = False  # ... and it tells by itself when they issue different collectives

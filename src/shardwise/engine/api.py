@@ -1,7 +1,7 @@
 """`fully_shard`: shard a module's parameters in place.
 
 Names, defaults and meaning of torch's `fully_shard` (torch.distributed.fsdp, FSDP2), plus
-`strategy` and `transport`.
+`strategy`, `transport` and `wire`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from shardwise.engine.mesh.placing import PlacementFn, Placer
 from shardwise.engine.module import FSDPModule, swap_class
 from shardwise.engine.rings import register_rings
 from shardwise.engine.services.warm_pages import keep_pages_warm
+from shardwise.engine.services.wire_formats import FORMATS, check_transport, transport_name
 from shardwise.errors import UsageError
 from shardwise.layout import (
     DataParallelMeshDims,
@@ -42,6 +43,7 @@ from shardwise.layout import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     Strategy,
+    Wire,
 )
 
 
@@ -57,6 +59,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     strategy: str | Strategy | None = None,
     transport: str | Transport = "auto",
+    wire: Wire = Wire(),  # noqa: B008  (frozen)
 ) -> Any:
     """Shard the parameters of `module` that no earlier call has sharded; they become one unit.
 
@@ -82,6 +85,7 @@ def fully_shard(
             "shard_optimizer", "no_shard" (aliases "zero3", ...). Excludes `reshard_after_forward`.
         transport: "auto", "c10d", "shared_memory", the name of one that was registered
             (`register_transport`), or an object that implements `Transport`.
+        wire: formats in which weights and gradients travel, see `Wire`; "auto" is "c10d" then.
 
     Returns:
         The module (or list), its class swapped for one that is also an `FSDPModule`.
@@ -96,6 +100,8 @@ def fully_shard(
     shard_mesh = resolve_mesh(mesh, chosen, dp_mesh_dims)
     if chosen.forward_world:
         chosen = regrouped_strategy(chosen, shard_mesh)
+    wire.check(chosen, shard_mesh.shard.size, shard_mesh.replicate.size)
+    transport = transport_name(wire, transport)
     keep_pages_warm(shard_mesh.device)
     plan = Plan(
         mesh=shard_mesh,
@@ -107,7 +113,9 @@ def fully_shard(
         offload=offload_policy if hasattr(offload_policy, "pin_memory") else None,
         transport_name=transport,
         place_of=Placer(shard_placement_fn, shard_mesh, chosen),
+        wire=wire,
     )
+    check_transport(wire, plan.transport)
     ignored = frozenset(id(p) for p in ignored_params or ())
     found, ties = find_params(modules, set(ignored), plan.place_of, _is_sharded)
     for on_mesh, tensors in _full_tensors(modules, found, shard_mesh):
@@ -122,7 +130,10 @@ def fully_shard(
     unit.settings.root_rule = (
         strategy is None and reshard_after_forward is None and chosen.lifetime is Lifetime.USE
     )
-    Context().take_in([unit])
+    context = Context()
+    if wire.gather != "exact":
+        context.moments.add(FORMATS)
+    context.take_in([unit])
     for m in modules:
         swap_class(m, ModuleState(unit))
         watch_forms(m.modules())

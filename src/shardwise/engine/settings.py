@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.core.state import unit_of, units_in, units_of_modules
+from shardwise.engine.services.wire_formats import check_no_wire
 from shardwise.errors import UsageError
 
 
@@ -89,6 +90,7 @@ class UnitSettings:
         `allocate(size, *, dtype, device)` and
         `__call__(output_tensor, input_tensor, group, async_op)`. Moves the unit to c10d.
         """
+        check_no_wire(unit_of(self), "set_custom_all_gather")
         unit_of(self).use_custom_comm("all_gather", comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -96,6 +98,7 @@ class UnitSettings:
         `allocate(size, *, dtype, device)` and
         `__call__(output_tensor, input_tensor, group, op, async_op)`. Moves the unit to c10d.
         """
+        check_no_wire(unit_of(self), "set_custom_reduce_scatter")
         unit_of(self).use_custom_comm("reduce_scatter", comm)
 
     def set_all_reduce_hook(
@@ -162,6 +165,7 @@ class UnitSettings:
         collective. For CUDA; it has run on no GPU yet. Reductions are as before.
         """
         self._check_own_comm("set_symm_mem_for_comm")
+        check_no_wire(unit_of(self), "set_symm_mem_for_comm")
         unit = unit_of(self)
         if unit.mesh.device.type != "cuda":
             raise UsageError(

@@ -3,7 +3,7 @@
 No process group, no device. The engine allocates by it, the transports move by it, the planner sums
 it, tests assert it.
 
-Reading order: `cuts` -> `strategy`, `policy` -> `bucket` -> `reduce` -> `moves` -> `home`
+Reading order: `cuts` -> `strategy`, `policy`, `wire` -> `bucket` -> `reduce` -> `moves` -> `home`
 -> `unit`.
 """
 
@@ -23,16 +23,19 @@ from shardwise.layout.strategy import (
     strategy_named,
 )
 from shardwise.layout.unit import Collective, Moment, UnitLayout, layout_unit
+from shardwise.layout.wire import BucketWire, Format, Wire
 
 __all__ = [
     "ALIGN",
     "STRATEGIES",
     "AxisPlacement",
     "BucketLayout",
+    "BucketWire",
     "CPUOffloadPolicy",
     "Collective",
     "Cuts",
     "DataParallelMeshDims",
+    "Format",
     "Lifetime",
     "MixedPrecisionPolicy",
     "Moment",
@@ -45,6 +48,7 @@ __all__ = [
     "ReduceLayout",
     "Strategy",
     "UnitLayout",
+    "Wire",
     "home_layout",
     "home_reduce",
     "layout_bucket",

@@ -16,7 +16,7 @@ launch moves the whole bucket then, as it does where all cuts are even.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,6 +24,7 @@ from itertools import pairwise
 import torch
 
 from shardwise.layout.cuts import Cuts
+from shardwise.layout.wire import PLAIN, BucketWire
 
 ALIGN = 16
 SMALL_PADDING_BYTES = 2**20  # about what 10 GB/s move in the latency of a few collectives
@@ -183,6 +184,7 @@ class BucketLayout:
     reduce_dtype: torch.dtype
     world: int
     replicas: int = 1
+    wire: BucketWire = PLAIN
 
     @cached_property
     def is_complex(self) -> bool:
@@ -238,6 +240,14 @@ class BucketLayout:
         return padding_pays(self.world * self.chunk_numel, exact, self.gather_dtype)
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank puts into a gather."""
+        form, itemsize = self.wire.shard.gather, self.gather_dtype.itemsize
+        if form.is_lossy:
+            return form.num_bytes(self.chunk_numel, itemsize)
+        return self.chunk_numel * itemsize
+
+    @property
     def shard_bytes(self) -> int:
         """Bytes that each rank keeps."""
         return self.chunk_numel * self.dtype.itemsize
@@ -283,6 +293,7 @@ def layout_bucket(
     world: int,
     replicas: int = 1,
     pads_rows: bool = False,
+    wire: BucketWire = PLAIN,
 ) -> BucketLayout:
     """Pack parameters of one stored dtype in the order given. `pads_rows`: see the module."""
     dtypes = {s.dtype for s in specs}
@@ -295,21 +306,24 @@ def layout_bucket(
     for param in unplaced:
         params.append(replace(param, full_offset=place(at, param.full_space)))
         at = params[-1].full_offset + param.full_space
-    return BucketLayout(tuple(params), dtypes.pop(), gather_dtype, reduce_dtype, world, replicas)
+    dtype = dtypes.pop()
+    return BucketLayout(tuple(params), dtype, gather_dtype, reduce_dtype, world, replicas, wire)
 
 
 def group_by_dtype(
     specs: Iterable[ParamSpec],
     gather_dtype_of: dict[str, torch.dtype],
     reduce_dtype_of: dict[str, torch.dtype],
+    rounded: Container[str] = (),
 ) -> list[list[ParamSpec]]:
     """Parameters in groups of equal dtypes (stored, gather, reduce, gradient), complex ones by
-    themselves; each group where its first was.
+    themselves, and those whose weights travel `rounded`; each group where its first was.
     """
     groups: dict[tuple[torch.dtype | bool | None, ...], list[ParamSpec]] = {}
     for spec in specs:
         gather, reduce = gather_dtype_of[spec.name], reduce_dtype_of[spec.name]
-        key = (spec.is_complex, spec.dtype, gather, reduce, spec.grad_dtype)
+        is_rounded = spec.name in rounded
+        key = (spec.is_complex, spec.dtype, gather, reduce, spec.grad_dtype, is_rounded)
         groups.setdefault(key, []).append(spec)
     return list(groups.values())
 

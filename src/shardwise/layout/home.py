@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from shardwise.layout.bucket import BucketLayout, layout_bucket
 from shardwise.layout.reduce import ReduceLayout
+from shardwise.layout.wire import BucketWire
 
 
 def middle_layout(bucket: BucketLayout) -> BucketLayout:
@@ -33,6 +34,7 @@ def home_layout(bucket: BucketLayout, rank: int) -> BucketLayout:
         gather_dtype=bucket.gather_dtype,
         reduce_dtype=bucket.reduce_dtype,
         world=bucket.replicas,
+        wire=BucketWire(shard=bucket.wire.replicate),
     )  # gathered to `rank`'s shard of `bucket`
 
 

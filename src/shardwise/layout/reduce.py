@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -84,6 +85,25 @@ class ReduceLayout:
         """True when one padded reduce-scatter is preferred over a reduce of each exact chunk."""
         padded = self.world * self.chunk_numel
         return self.world == 1 or padding_pays(padded, self._exact_numel, self.dtype)
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        """Bytes that every rank puts into the reduction over the shard axis."""
+        wire, itemsize, num = self.bucket.wire.shard, self.dtype.itemsize, len(self.indices)
+        if not wire.reduce.is_lossy:
+            return self.packed_numel * itemsize
+        if self.sends_padded:
+            return self.world * wire.reduce.num_bytes(self.counts_offset, itemsize, num)
+        sizes = [self.data_numel(rank) for rank in range(self.world)]
+        return sum(wire.reduce.num_bytes(numel, itemsize, num) for numel in sizes)
+
+    @cached_property
+    def replica_parts(self) -> tuple[int, ...]:
+        """Elements of a chunk that each replica adds up for all, where they travel rounded."""
+        replicas, unit = self.bucket.replicas, CHUNK_BYTES
+        size = -(-self.counts_offset // (replicas * unit)) * unit
+        starts = [min(r * size, self.counts_offset) for r in range(replicas + 1)]
+        return tuple(stop - start for start, stop in pairwise(starts))
 
     @property
     def packed_numel(self) -> int:

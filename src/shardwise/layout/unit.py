@@ -11,6 +11,7 @@ from shardwise.layout.home import home_layout, home_reduce
 from shardwise.layout.policy import MixedPrecisionPolicy
 from shardwise.layout.reduce import ReduceLayout, layout_reduce
 from shardwise.layout.strategy import Lifetime, Strategy
+from shardwise.layout.wire import Wire
 
 
 class Moment(StrEnum):
@@ -23,12 +24,23 @@ class Moment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of a step: `size_bytes` is what one rank puts in, at most."""
+    """One collective of a step: `size_bytes` is what one rank puts in, at most. `ranks`: of whom,
+    where these are not those of the axis: inside hosts, or between them.
+    """
 
     kind: str  # "gather" | "reduce" | "all_reduce"
     axis: str  # "shard" | "replicate"
     moment: Moment
     size_bytes: int
+    ranks: int = 0
+    is_inside: bool = False  # of a host
+
+    def received_bytes(self, axis_ranks: int) -> float:
+        """What one rank takes in, by the least that it needs."""
+        ranks = self.ranks or axis_ranks
+        if self.kind == "gather":  # the size is one rank's part
+            return (ranks - 1) * self.size_bytes
+        return (1 + (self.kind == "all_reduce")) * (ranks - 1) / ranks * self.size_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +100,76 @@ class UnitLayout:
     def refreshes(self) -> tuple[Collective, ...]:
         """What the first micro-batch behind a write issues more."""
         homes = [home_layout(b, 0) for b in self.buckets if self._is_split(b) and b.full_numel]
-        sizes = [h.chunk_numel * h.gather_dtype.itemsize for h in homes]
-        return tuple(Collective("gather", "replicate", Moment.FORWARD, size) for size in sizes)
+        moment = Moment.FORWARD
+        return tuple(Collective("gather", "replicate", moment, h.sent_bytes) for h in homes)
 
     def collectives(self, *, root: bool = False, sync: bool = True) -> tuple[Collective, ...]:
         """What one micro-batch issues, in order; the copy of a `root` under `USE` lives on."""
         out: list[Collective] = []
         for bucket in self.buckets:
             if bucket.world > 1 and bucket.full_numel:
-                size = bucket.chunk_numel * bucket.gather_dtype.itemsize
-                out.append(Collective("gather", "shard", Moment.FORWARD, size))
+                out += gather_of(bucket, Moment.FORWARD)
                 if self.strategy.lifetime is Lifetime.USE and not root:
-                    out.append(Collective("gather", "shard", Moment.BACKWARD, size))
+                    out += gather_of(bucket, Moment.BACKWARD)
         for reduce in self.reduces if sync else ():
             if not reduce.indices:
                 continue
             if reduce.world > 1:
-                size = reduce.packed_numel * reduce.dtype.itemsize
-                out.append(Collective("reduce", "shard", Moment.POST_BACKWARD, size))
+                out += reduce_of(reduce)
             if self._is_split(reduce.bucket):
                 second = home_reduce(home_layout(reduce.bucket, 0), reduce)
-                size = second.packed_numel * second.dtype.itemsize
-                out.append(Collective("reduce", "replicate", Moment.POST_BACKWARD, size))
+                out.append(Collective("reduce", "replicate", _LAST, second.sent_bytes))
             elif reduce.bucket.replicas > 1:
-                size = reduce.chunk_bytes
-                out.append(Collective("all_reduce", "replicate", Moment.POST_BACKWARD, size))
+                out += all_reduce_of(reduce)
         return tuple(out)
+
+
+_LAST = Moment.POST_BACKWARD
+
+
+def gather_of(bucket: BucketLayout, moment: Moment) -> list[Collective]:
+    """What gathers a bucket over the shard axis."""
+    size = bucket.sent_bytes
+    inside = bucket.wire.shard.host_ranks if bucket.sends_padded else 0
+    if not inside:
+        return [Collective("gather", "shard", moment, size)]
+    hosts = bucket.world // inside
+    return [
+        Collective("gather", "shard", moment, size, hosts),
+        Collective("gather", "shard", moment, size * hosts, inside, is_inside=True),
+    ]
+
+
+def reduce_of(reduce: ReduceLayout) -> list[Collective]:
+    """What sums a bucket's gradients over the shard axis."""
+    wire = reduce.bucket.wire.shard
+    inside = wire.host_ranks if reduce.sends_padded else 0
+    if not inside:
+        return [Collective("reduce", "shard", _LAST, reduce.sent_bytes)]
+    hosts, num = reduce.world // inside, len(reduce.indices)
+    piece = wire.reduce.num_bytes(reduce.counts_offset, reduce.dtype.itemsize, num)
+    first = reduce.world * reduce.chunk_bytes
+    return [
+        Collective("reduce", "shard", _LAST, first, inside, is_inside=True),
+        Collective("reduce", "shard", _LAST, hosts * piece, hosts),
+    ]
+
+
+def all_reduce_of(reduce: ReduceLayout) -> list[Collective]:
+    """What sums them over the replicate axis, where all replicas get the sum."""
+    form, itemsize, num = (
+        reduce.bucket.wire.replicate.reduce,
+        reduce.dtype.itemsize,
+        len(reduce.indices),
+    )
+    if not form.is_lossy:
+        return [Collective("all_reduce", "replicate", _LAST, reduce.chunk_bytes)]
+    parts = reduce.replica_parts
+    sent = sum(form.num_bytes(numel, itemsize, num) for numel in parts)
+    return [
+        Collective("reduce", "replicate", _LAST, sent),
+        Collective("gather", "replicate", _LAST, form.num_bytes(parts[0], itemsize)),
+    ]
 
 
 def layout_unit(
@@ -125,6 +181,7 @@ def layout_unit(
     world: int,
     replicas: int = 1,
     on_accelerator: bool = False,
+    wire: Wire = Wire(),  # noqa: B008  (frozen)
 ) -> UnitLayout:
     """Sort parameters into buckets and lay each one out; on an accelerator with padded rows, unless
     the strategy cuts what is gathered once more.
@@ -132,15 +189,21 @@ def layout_unit(
     is_cut_again = strategy.splits_replicas or bool(strategy.forward_world)
     gather = {s.name: s.dtype if s.keeps_dtype else policy.gather_dtype(s.dtype) for s in specs}
     reduce = {s.name: policy.sum_dtype(s.grad_dtype or gather[s.name]) for s in specs}
-    buckets = tuple(
-        layout_bucket(
+    rounded = {s.name for s in specs if s.requires_grad} if wire.gather != "exact" else set()
+
+    def laid_out(group: list[ParamSpec]) -> BucketLayout:
+        first = group[0].name
+        dtypes = gather[first], reduce[first]
+        rounds = first in rounded
+        return layout_bucket(
             group,
-            gather_dtype=gather[group[0].name],
-            reduce_dtype=reduce[group[0].name],
+            gather_dtype=gather[first],
+            reduce_dtype=reduce[first],
             world=world,
             replicas=replicas,
             pads_rows=on_accelerator and not is_cut_again,
+            wire=wire.of_bucket(strategy, *dtypes, rounds=rounds, world=world),
         )
-        for group in group_by_dtype(specs, gather, reduce)
-    )
-    return UnitLayout(name, strategy, buckets)
+
+    groups = group_by_dtype(specs, gather, reduce, rounded)
+    return UnitLayout(name, strategy, tuple(map(laid_out, groups)))

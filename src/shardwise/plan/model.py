@@ -23,11 +23,14 @@ from shardwise.layout import (
     ParamSpec,
     Strategy,
     UnitLayout,
+    Wire,
     layout_unit,
     strategy_named,
 )
 from shardwise.layout.policy import goes_with_stats
 from shardwise.layout.unit import Collective
+
+EXACT = Wire()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class PlannedUnit:
     is_root: bool
     num_states: int = 2  # tensors that the optimizer keeps of each parameter; AdamW's moments
     halves_states: bool = False  # they are bfloat16, whatever the parameter is
+    wire: Wire = EXACT
 
     @property
     def numel(self) -> int:
@@ -77,15 +81,9 @@ class PlannedUnit:
         return self._received(self.layout.refreshes)
 
     def _received(self, collectives: Sequence[Collective]) -> int:
-        total = 0.0
-        for c in collectives:
-            bucket = self.layout.buckets[0]
-            ranks = bucket.replicas if c.axis == "replicate" else bucket.world
-            if c.kind == "gather":  # the size is one rank's part
-                total += (ranks - 1) * c.size_bytes
-            else:
-                total += (1 + (c.kind == "all_reduce")) * (ranks - 1) / ranks * c.size_bytes
-        return round(total)
+        bucket = self.layout.buckets[0]
+        ranks = {"replicate": bucket.replicas, "shard": bucket.world}
+        return round(sum(c.received_bytes(ranks[c.axis]) for c in collectives))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +127,7 @@ def plan_model(
     world: int,
     replicas: int = 1,
     transport: str = "auto",
+    wire: Wire = EXACT,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     num_states: int = 2,
     halves_states: bool = False,
@@ -138,7 +137,7 @@ def plan_model(
     Args:
         model: unsharded, on any device.
         groups: of `choose_units`.
-        strategy, policy, transport: as in `shard_model`.
+        strategy, policy, transport, wire: as in `shard_model`.
         world: ranks of the shard axis; for `no_shard` of all.
         replicas: ranks of the replicate axis.
         overrides: by the name of a unit's first module, "" for the root.
@@ -147,7 +146,8 @@ def plan_model(
     seen: set[int] = set()
     units = []
     for group in [*groups, [""]]:
-        own = {"strategy": strategy, "transport": transport, **(overrides or {}).get(group[0], {})}
+        usual = {"strategy": strategy, "transport": transport, "wire": wire}
+        own: dict[str, Any] = {**usual, **(overrides or {}).get(group[0], {})}
         chosen = strategy_named(own["strategy"])
         specs = _specs(model, group, seen)
         alone = chosen.shard is None
@@ -158,10 +158,13 @@ def plan_model(
             policy=policy,
             world=1 if alone else world,
             replicas=world * replicas if alone else replicas,
+            wire=own["wire"],
         )
-        name, wire = group[0] or "(root)", str(own["transport"])
-        state = num_states, halves_states
-        units.append(PlannedUnit(name, tuple(group), chosen, wire, layout, not group[0], *state))
+        name, mover = group[0] or "(root)", str(own["transport"])
+        if mover == "auto" and not own["wire"].is_plain:
+            mover = "c10d"  # the only one of ours that takes wire formats
+        state = num_states, halves_states, own["wire"]
+        units.append(PlannedUnit(name, tuple(group), chosen, mover, layout, not group[0], *state))
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
     units.sort(key=lambda unit: (unit.is_root, order[unit.modules[0]]))
     return PlannedModel(tuple(units), world, replicas)

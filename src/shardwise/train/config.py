@@ -15,6 +15,8 @@ from shardwise.units import full_name, parse_size
 
 DType = Literal["float32", "bfloat16"]
 
+WireName = Literal["exact", "bf16", "int8"]
+
 HYBRID = ("hybrid_shard", "hybrid_full_optimizer")  # those that take replicas
 StrategyName = Literal[
     "auto", "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
@@ -208,6 +210,16 @@ class ShardConfig:
     """Another strategy or transport for units by name: "blocks.0=shard_grad_op", "head=:c10d"."""
     compile: bool = False
     """torch.compile the forward of each unit."""
+    gather_wire: WireName = "exact"
+    """How weights travel to where they are used; what is kept and saved stays exact."""
+    reduce_wire: WireName = "exact"
+    """How gradients travel to where they are added up, in float32; between replicas on hybrid."""
+    wire_block: int = 128
+    """Elements that share a scale of int8."""
+    error_feedback: bool = False
+    """Add what reduce_wire has rounded away to the next gradients."""
+    host_ranks: int = 0
+    """Ranks of each host: above 1, full_shard adds up inside hosts before anything leaves them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from shardwise.train.config import (
 from shardwise.train.optimizer_keys import num_states, takes
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 from shardwise.train.trackers import tracker_problem
+from shardwise.train.wire_keys import wire_ineffective, wire_problems, wire_world_problems
 from shardwise.units import counted
 
 
@@ -61,7 +62,7 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
         found |= {key: ("train.eval_every", "is 0") for key, value in wanted.items() if value}
     if not config.log.samples:
         found["log.sample_tokens"] = "log.samples", "is empty"
-    return found | _ineffective_of_optim(config.optim)
+    return found | _ineffective_of_optim(config.optim) | wire_ineffective(config)
 
 
 def _ineffective_of_optim(optim: OptimConfig) -> dict[str, tuple[str, str]]:
@@ -109,6 +110,8 @@ _AT_LEAST: dict[str, float | None] = {
     "optim.final_lr_ratio": 0,
     "optim.decay_share": 0,
     "mesh.replicate": 1,
+    "shard.wire_block": 16,
+    "shard.host_ranks": 0,
     "checkpoint.every": 0,
     "checkpoint.memory_every": 0,
     "checkpoint.keep": 0,
@@ -150,6 +153,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
     found += _log_problems(config)
     found += _strategy_problems(config)
     found += _memory_problems(config)
+    found += wire_problems(config)
     if config.run.reproducible == "any_world":
         found += _any_world_problems(config)
     return found
@@ -270,6 +274,7 @@ def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
             text = f"{counted(replicate, 'replica')} x {counted(shard, 'shard')} are "
             text += f"{counted(replicate * shard, 'rank')}, not the {world_size} of this job; "
             found.append(("mesh.shard", f"{text}use -1 for all that are left"))
+    found += wire_world_problems(config, world_size)
     if config.run.reproducible == "any_world":
         return found  # micro-batches need not fit the ranks
     batch, micro = config.train.global_batch, config.train.micro_batch

@@ -40,6 +40,7 @@ from shardwise.train.factory import load_factory
 from shardwise.train.loss.causal import use_token_loss
 from shardwise.train.optimizer_keys import num_states
 from shardwise.train.optimizer_state import in_bfloat16
+from shardwise.train.wire_keys import wire_of
 
 _CHECKPOINTING: dict[str, bool | str] = {"none": False, "full": True, "selective": "selective"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -138,6 +139,7 @@ def plan_of(model: nn.Module, config: Config, num_ranks: int) -> PlannedModel:
         world=world,
         replicas=replicas,
         transport=config.shard.transport,
+        wire=wire_of(config),
         overrides=override_for(groups, overrides),
         num_states=num_states(config.optim.kind, own_keys(config.optim)),
         halves_states=in_bfloat16(config.optim),
@@ -169,6 +171,7 @@ def shard(model: nn.Module, config: Config, device: torch.device, world_size: in
         strategy=strategy,
         unit=unit_of_config(config, model),
         transport=section.transport,
+        wire=wire_of(config),
         mp_policy=policy_of(config),
         activation_checkpointing=_CHECKPOINTING[section.activation_checkpointing],
         offload_activations=section.offload_activations,

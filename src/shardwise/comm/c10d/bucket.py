@@ -5,7 +5,7 @@ user's own collectives.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +14,13 @@ from shardwise.comm.c10d.memory import GroupMemory, SymmetricGather
 from shardwise.comm.groups import CPU, for_reductions
 from shardwise.comm.kept import kept
 from shardwise.comm.transport import Bucket
+from shardwise.layout.wire import PLAIN
 
 if TYPE_CHECKING:
     from shardwise.comm.c10d.in_place import InPlaceGather
     from shardwise.comm.c10d.packed_grads import ReducePlan, ReduceStaging
     from shardwise.comm.c10d.staging import GatherPlan, GatherStaging
+    from shardwise.comm.wires.reduce import Feedback
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -35,6 +37,11 @@ class C10dBucket(Bucket):
     gathered_to: weakref.ref[torch.Tensor] | None = None
     reduce_plan: ReducePlan | None = None
     reduce_staging: ReduceStaging | None = None
+    feedback: Feedback | None = None  # what rounding gradients lost
+    is_wired: bool = field(init=False)  # something travels in another way than usual
+
+    def __post_init__(self) -> None:
+        self.is_wired = self.layout.wire != PLAIN
 
     @property
     def group_of_sums(self) -> Any:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from shardwise._torch_compat import ALL_GATHER, REDUCE_SCATTER, backend_name, coalesces
 from shardwise.comm.c10d import tree as tree_sums
+from shardwise.comm.c10d import wired
 from shardwise.comm.c10d.bucket import C10dBucket
 from shardwise.comm.c10d.in_place import (
     WIRE_DTYPES,
@@ -59,7 +60,7 @@ class C10dTransport(Ordered[C10dBucket]):
     """Moves buckets with the process groups of its two axes; see the module's docstring."""
 
     name = "c10d"
-    takes_custom_collectives = sums_in_tree = takes_bytes = True
+    takes_custom_collectives = sums_in_tree = takes_bytes = takes_wires = True
 
     def __init__(self, shard: Axis, replicate: Axis, device: torch.device = CPU) -> None:
         super().__init__(shard, replicate, device)
@@ -85,6 +86,8 @@ class C10dTransport(Ordered[C10dBucket]):
             return DONE
         if not out.numel():
             return DONE
+        if bucket.is_wired and wired.gathers(bucket):
+            return wired.gather(self, self._issue, bucket, shard, out)
         plan = bucket.gather_plan or GatherPlan.of(bucket)
         custom = bucket.all_gather
         is_async = self._streams.is_async
@@ -128,6 +131,7 @@ class C10dTransport(Ordered[C10dBucket]):
     ) -> GradBuffer:
         plan = ReducePlan.of(bucket, layout)
         can = self._streams.is_async and bucket.shard.size > 1 and bucket.reduce_scatter is None
+        can = can and not bucket.is_wired
         if can and self._coalesces and reduce_pays(layout):
             return GradsInPlace(bucket, plan, out, pre_scale)
         return PackedGrads(bucket, plan, out, pre_scale)
@@ -140,6 +144,8 @@ class C10dTransport(Ordered[C10dBucket]):
         assert isinstance(grads, PackedGrads), (
             f"{type(grads).__name__} was made by another transport"
         )
+        if bucket.is_wired and out.numel() and wired.reduces(bucket):
+            return wired.reduce(self, self._issue, bucket, grads, out, scale)
         plan, staging = grads.plan, grads.finish()
         packed = staging.packed
         if bucket.shard.size == 1:
@@ -181,6 +187,8 @@ class C10dTransport(Ordered[C10dBucket]):
     def all_reduce(self, bucket: C10dBucket, out: torch.Tensor) -> Handle:
         if bucket.replicate.size == 1 or not out.numel():
             return DONE
+        if bucket.is_wired and bucket.layout.wire.replicate.reduce.is_lossy:
+            return wired.all_reduce(self, self._issue, bucket, out)
         works = [self._issue(bucket, _all_reduce, out, bucket.replicate.group)]
         return Issued(self, bucket, works, "all_reduce")
 
@@ -232,7 +240,8 @@ class C10dTransport(Ordered[C10dBucket]):
 
     def _issue(self, bucket: C10dBucket, call: Callable[..., Any], *args: Any) -> Any:
         kind, plan = call.__name__.strip("_"), bucket.reduce_plan
-        members = "" if plan is None or kind in _OF_SHARDS else plan.layout.members
+        of_shards = plan is None or kind in _OF_SHARDS or kind.startswith("gather_")
+        members = "" if plan is None or of_shards else plan.layout.members
         for check in self._checks:
             check.note(kind, bucket.name, bucket.number, members)
         try:

@@ -111,6 +111,13 @@ class BucketState:
         """Whether `reshard_after_forward=int` keeps parts of it over a smaller world."""
         return self.layout.world > 1
 
+    @property
+    def is_changed_by_gather(self) -> bool:
+        """Full parameters differ from the registered ones: they are cast, or travel rounded."""
+        wire = self.layout.wire
+        rounds = wire.shard.gather.is_lossy or wire.replicate.gather.is_lossy
+        return rounds or self.layout.needs_cast
+
     # -- making ----------------------------------------------------------------------------------
     def allocate(self) -> None:
         """Allocate the shard buffer, in memory that the transport can work with."""

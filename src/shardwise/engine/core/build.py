@@ -33,6 +33,7 @@ from shardwise.layout import (
     OffloadPolicy,
     ParamSpec,
     Strategy,
+    Wire,
     layout_unit,
 )
 from shardwise.layout.policy import goes_with_stats
@@ -86,6 +87,7 @@ class Plan:
     offload: OffloadPolicy | None
     transport_name: str | Transport = "auto"
     place_of: Callable[[str, nn.Parameter], Place] = field(kw_only=True)
+    wire: Wire = field(kw_only=True)
 
     def for_kind(self, kind: type[BucketState]) -> Plan:
         """The same over a transport that can move buckets of this kind."""
@@ -206,6 +208,7 @@ def _buckets_on(
         world=mesh.shard.size,
         replicas=mesh.replicate.size,
         on_accelerator=streams_for(mesh.device).is_async,
+        wire=plan.wire,
     )
     by_name = {f.name: f for f in found}
     buckets = []

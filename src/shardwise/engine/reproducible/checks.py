@@ -108,6 +108,12 @@ def _buckets(unit: Unit) -> Iterator[str]:
                 f"unit {unit.name!r}: transport {bucket.transport.name!r} cannot sum in tree "
                 "order; use 'c10d' or 'shared_memory'"
             )
+        wire = bucket.layout.wire
+        if wire.shard.is_lossy or wire.replicate.is_lossy:
+            yield (
+                f"unit {unit.name!r}: wire={unit.plan.wire.text!r} rounds what travels, in blocks "
+                "that depend on the number of ranks; leave it out"
+            )
         for kind in unit.custom_comms:
             yield f"unit {unit.name!r}: set_custom_{kind}: sums go through the transport here"
         dtype = bucket.layout.reduce_dtype

@@ -88,7 +88,7 @@ def full_parameters(model: nn.Module, *, budget: int = 2**30) -> Iterator[tuple[
             yield name, whole.full_tensor() if hasattr(whole, "full_tensor") else whole
             continue
         size = sum(p.layout.numel * p.sharded.element_size() for p in unit.params)
-        if size > budget or any(b.layout.needs_cast for b in unit.buckets):
+        if size > budget or any(b.is_changed_by_gather for b in unit.buckets):
             yield name, registered.detach().full_tensor()  # type: ignore[attr-defined]
             continue
         if open_unit is None:

@@ -19,7 +19,7 @@ from shardwise.engine.module import FSDPModule
 from shardwise.engine.services.activations import Activations
 from shardwise.engine.services.grouping import choose_units
 from shardwise.engine.services.prefetch import set_prefetch
-from shardwise.layout import MixedPrecisionPolicy, OffloadPolicy, Strategy
+from shardwise.layout import MixedPrecisionPolicy, OffloadPolicy, Strategy, Wire
 
 _OVERRIDABLE = {
     "mesh",
@@ -28,6 +28,7 @@ _OVERRIDABLE = {
     "reshard_after_forward",
     "strategy",
     "transport",
+    "wire",
 }
 
 
@@ -46,13 +47,14 @@ def shard_model(
     offload_activations: bool = False,
     gather_limit: int | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    wire: Wire = Wire(),  # noqa: B008  (frozen)
 ) -> Any:
     """Shard a whole model in place: `fully_shard` on its units, innermost first, then on the model.
 
     Args:
         model: the model, on a real device or on meta (then call `materialize` afterwards).
         mesh, strategy, transport, mp_policy, offload_policy, ignored_params,
-            reshard_after_forward: as in `fully_shard`.
+            reshard_after_forward, wire: as in `fully_shard`.
         unit: "auto", class names or name patterns, or a size in bytes; see `grouping`.
         activation_checkpointing: True ("full") recomputes every unit's forward in the backward,
             inside the unit, so that parameters are gathered twice a step as without it.
@@ -86,6 +88,7 @@ def shard_model(
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "reshard_after_forward": reshard_after_forward,
+        "wire": wire,
     }
     for group in chosen:
         modules = [model.get_submodule(name) for name in group]

@@ -1,0 +1,97 @@
+"""What wire formats ask of a transport, and the handle of a movement in several steps.
+
+    Mover   moves bytes among the ranks of one group: all-gather, all-to-all
+    Steps   runs a generator that issues, and yields what is to be waited for
+
+Each movement here is such a generator: what it does before its first `yield` is done when it is
+issued, the rest when somebody waits. All ranks wait for what they issued in the order in which they
+issued it, so what later steps issue is in one order too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.comm.ordered import Ordered
+from shardwise.comm.transport import Bucket
+from shardwise.errors import DivergenceError, PeerTimeoutError
+from shardwise.layout import Packing
+
+Work = Any  # has wait()
+Moving = Generator[Work, None, None]
+
+
+class Mover(Protocol):
+    """Bytes among the ranks of a group; `rank` is this process's place in it."""
+
+    size: int
+    rank: int
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
+        """`part` of every rank, of one size, end to end."""
+        ...
+
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, out_sizes: list[int], in_sizes: list[int]
+    ) -> Work:
+        """Piece r of `sent`, of `in_sizes[r]` bytes, goes to rank r."""
+        ...
+
+
+class Steps:
+    """See the module's docstring."""
+
+    def __init__(
+        self, transport: Ordered[Any], bucket: Bucket, what: str, moving: Moving, keeps: Any = None
+    ) -> None:
+        self._transport, self._what, self._keeps = transport, f"{what} of {bucket.name}", keeps
+        self._moving: Moving | None = moving
+        self._work: Work | None = next(moving, None)
+
+    def wait(self) -> None:
+        if self._moving is None:
+            return
+        transport = self._transport
+        while self._work is not None:
+            try:
+                transport.wait_for(self._work, self._what)
+            except (PeerTimeoutError, DivergenceError):
+                raise
+            except RuntimeError as error:
+                raise transport.failure(self._what, error) from error
+            self._work = next(self._moving, None)
+        self._moving = self._keeps = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A flat rank-major buffer: where each rank's chunk starts, and the last one ends."""
+
+    starts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, packing: Packing) -> Chunks:
+        return cls(packing.starts)
+
+    @property
+    def is_even(self) -> bool:
+        size = self.starts[1]
+        return all(start == r * size for r, start in enumerate(self.starts))
+
+    def numel(self, rank: int) -> int:
+        return self.starts[rank + 1] - self.starts[rank]
+
+    def rows(self, buffer: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """The chunks as matrices with a row for each rank, and the first rank of each: one where
+        all are of one size.
+        """
+        if self.is_even:
+            return [(0, buffer.view(len(self.starts) - 1, self.starts[1]))]
+        return [
+            (r, buffer[start : start + self.numel(r)].unsqueeze(0))
+            for r, start in enumerate(self.starts[:-1])
+        ]
