@@ -129,9 +129,13 @@ def run_layout(plan: dict[str, Any], ranks_per_host: int) -> dict[str, Any]:
 
 
 def start(
-    host: testbed.Host, bed: testbed.TwoHosts, ranks_per_host: int, *script: str
+    host: testbed.Host,
+    bed: testbed.TwoHosts,
+    ranks_per_host: int,
+    *script: str,
+    output: Any = sys.stderr,
 ) -> subprocess.Popen[bytes]:
-    """A launcher in a host. What it and its ranks say goes to stderr."""
+    """A launcher in a host. What it and its ranks say goes to `output`."""
     words = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host.index}",
         f"--nproc-per-node={ranks_per_host}", f"--master-addr={bed.hosts[0].address}",
@@ -145,8 +149,8 @@ def start(
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # there is no name server
     }
     return subprocess.Popen(
-        host.command(*words), env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr,
-        start_new_session=True,
+        host.command(*words), env=environment, stdin=subprocess.DEVNULL, stdout=output,
+        stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ BUDGETS = {
     "engine, comm, layout": 20_390,  # 1,120: wire formats, from the setting to the collectives
     "offload": 1_700,  # chunks, kernel on views, files with direct I/O, streams, state in and out
     "checkpoint": 5_270,  # 70: the state of offloaded optimizers in pieces, out and in
-    "train": 10_330,  # 140: keys of wire formats; 230: what a run writes for the doctor
-    "bench, doctor": 5_510,  # 1,830: doctor of a run and of a machine
+    "train": 10_640,  # 310: hosts and the mesh, the link between them; 140: keys of wire formats
+    "bench, doctor": 5_550,  # 1,830: doctor of a run and of a machine; 40: HSDP, links
     "cli, plan": 1_290,  # explain and plan, hardware files; the step's time is still to come
     "importing": 2_200,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
     ".": 1_035,  # what lies beside the packages

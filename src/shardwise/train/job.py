@@ -3,6 +3,7 @@ first write."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from shardwise.train.config_file import LoadedConfig, config_as_dict, config_as_
 from shardwise.train.console import Console
 from shardwise.train.data import Data, open_data
 from shardwise.train.hf.room import room_on
+from shardwise.train.hosts import Host, describe_mesh, find_hosts, host_problems
+from shardwise.train.link import find_link
 from shardwise.train.loop import is_over, peak_memory_bytes, run_steps
 from shardwise.train.memory import find_copies, keep_copies
 from shardwise.train.metrics import MetricsFile, read_metrics
@@ -55,6 +58,9 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
     config = loaded.config
     for key, text in world_problems(config, ranks.world_size):
         raise ranks.agreed(loaded.error(key, text))
+    hosts = find_hosts(ranks)
+    for key, text in host_problems(config, hosts):
+        raise ranks.agreed(loaded.error(key, text))
     run_dir = RunDir(config)
     try:
         ranks.on_rank0(run_dir.check)
@@ -65,7 +71,8 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
                 print(done, flush=True)
             _end_well(config, ranks)
         else:
-            _run(*build_job(loaded, ranks, device, stop, run_dir))
+            job, notes = build_job(loaded, ranks, device, stop, run_dir)
+            _run(job, hosts, notes)
     finally:
         run_dir.unlock()
 
@@ -81,8 +88,12 @@ def _end_well(config: Config, ranks: Ranks) -> None:
         print(said, flush=True)
 
 
-def _run(job: Job, notes: list[str]) -> None:
-    for note in [_describe(job), *notes]:
+def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
+    job.link = find_link(job.config, hosts, job.ranks, job.device)
+    mesh = describe_mesh(job.config, hosts)
+    if job.record is not None and len(hosts) > 1:
+        job.record.event("hosts", hosts=[asdict(host) for host in hosts])
+    for note in [_describe(job), *([mesh] if mesh else []), *notes]:
         job.console.say(note)
     job.console.start(job.step)
     try:

@@ -76,7 +76,7 @@ def _steps(job: Job, step: Step) -> str:
         _report(job, {"step": 0, **_evaluated(job, job.data.held_out)})
     while not is_over(job):
         with profiled(job.step + 1, config.log.profile_steps, run_dir.profile, job.ranks.rank):
-            row, stopped = step()
+            row, stopped = step() if job.link is None else _over_link(job, step)
         last = is_over(job)
         evaluates = _due(config.train.eval_every, job.step, last)
         is_best = False
@@ -107,6 +107,18 @@ def _steps(job: Job, step: Step) -> str:
     if job.best.has_lost(config.train.patience):
         return f"ended early after step {job.step}: {job.best}"
     return f"finished step {job.step}"
+
+
+def _over_link(job: Job, step: Step) -> tuple[dict[str, Any], str]:
+    """A step whose use of the link between hosts is watched."""
+    assert job.link is not None
+    found, cost = job.link.over(job.model, step)
+    if cost is not None:
+        if job.record is not None:
+            job.record.event("link", **cost)
+            job.link.tell(cost)
+        job.link = None
+    return found
 
 
 def _evaluated(job: Job, held_out: Samples) -> dict[str, float]:

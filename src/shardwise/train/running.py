@@ -17,6 +17,7 @@ from shardwise.train.calling import outputs_of
 from shardwise.train.config import Config
 from shardwise.train.console import Console
 from shardwise.train.data import Data
+from shardwise.train.link import Link
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.record import Record
 from shardwise.train.stop import StopRequest
@@ -51,6 +52,7 @@ class Job:
     position: int = 0
     loss: float | None = None  # of the step before
     saved_step: int = 0
+    link: Link | None = None  # between hosts, until its cost is told
 
 
 def forward(job: Job, batch: Any) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _OF_START = (
     "ranks", "step", "threads", "cores", "buffer_bytes", "base_bytes", "room_bytes",
 )  # fmt: skip
+_OF_LINK = ("hosts", "bytes_per_s", "link_bytes", "link_s", "step_s", "hybrid_bytes")
 _WARM_UP = 2  # first steps of a start, which are slower
 
 
@@ -98,6 +99,12 @@ class Case:
             if row.get("event") == name and _is_number(row.get("seconds")):
                 found.append(row)
         return found[::-1]
+
+    @cached_property
+    def link(self) -> dict[str, Any]:
+        """What the link between hosts took of a step, in the newest start that measured it."""
+        found = next((row for row in reversed(self.log) if row.get("event") == "link"), {})
+        return found if all(_is_number(found.get(name)) for name in _OF_LINK) else {}
 
     @property
     def num_ranks(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.doctor.finding import COSTS, Finding
 from shardwise.doctor.run.case import Case
 from shardwise.train.config import resolved_strategy
+from shardwise.train.link import slow_text
 from shardwise.units import counted
 
 _DATA, _WAITING, _QUEUE = 0.2, 0.4, 0.25  # shares of a step that are worth a word
@@ -25,12 +26,14 @@ _FEWEST_QUARTERS = 16
 
 def check_time(case: Case) -> Iterator[Finding]:
     rows = case.by_rank
+    is_slow = bool(slow := list(_link(case)))
+    yield from slow
     if len(rows) >= _FEWEST:
         late = list(_straggler(case, rows))
         yield from late
         if not late:
             yield from _data(case, rows)
-            yield from _waiting(case, rows)
+            yield from [] if is_slow else _waiting(case, rows)
         yield from _cores(case, rows)
     yield from _slower(case)
     yield from _saves(case)
@@ -130,6 +133,30 @@ def _waiting(case: Case, rows: list[dict[str, Any]]) -> Iterator[Finding]:
         f"that is communication: {strategy} with {train.micro_batch} samples a micro-batch has too "
         "little to compute for what it moves",
         "\n".join(lines),
+    )
+
+
+def _link(case: Case) -> Iterator[Finding]:
+    """Gathers between hosts, by what the run itself measured."""
+    cost, strategy = case.link, resolved_strategy(case.config)
+    if not cost or (text := slow_text(cost, strategy)) is None:
+        return
+    lines = ""
+    if cost["hybrid_bytes"] < cost["link_bytes"]:
+        lines = (
+            f'shard.strategy = "hybrid_shard"\nmesh.replicate = {cost["hosts"]}   # a copy of the '
+            "model for each host: more memory"
+        )
+    share = case.config.train.global_batch // max(1, case.num_ranks)
+    if case.config.train.micro_batch < share:
+        lines += f"\ntrain.micro_batch = {share}   # fewer gathers for a step"
+    yield Finding(
+        COSTS,
+        "slow-link",
+        "the link between hosts is slow for what goes through it",
+        f"log.jsonl: {text}",
+        f"under {strategy} each unit is gathered between hosts, and all ranks wait for that",
+        lines.strip() or "# a faster network, or more samples for each step",
     )
 
 
