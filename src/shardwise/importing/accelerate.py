@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 from shardwise.importing.account import Part, shown
 from shardwise.importing.common import NO_AXES, NO_OFFLOAD, translate_compute
-from shardwise.importing.deepspeed import translate_deepspeed
+from shardwise.importing.deepspeed import offload_optimizer, translate_deepspeed
 from shardwise.importing.files import read_document
 from shardwise.importing.fsdp import translate_fsdp
 
@@ -218,7 +218,10 @@ def _deepspeed(part: Part, folder: Path) -> None:
     for key, least in (("offload_optimizer_device", 1), ("offload_param_device", 3)):
         device = below.choice(key, {word: word for word in ("none", "cpu", "nvme")})
         if device in ("cpu", "nvme"):
-            below.refuse(key, NO_OFFLOAD)
+            if key == "offload_optimizer_device":
+                offload_optimizer(below, key, "offload_optimizer_nvme_path", device)
+            else:
+                below.refuse(key, NO_OFFLOAD)
             stage: Any = below.get("zero_stage")
             if isinstance(stage, int) and stage < least:
                 stage_name = below.name("zero_stage")

@@ -17,8 +17,9 @@ NO_FLOAT16 = (
     "the same size and the range of float32"
 )
 NO_OFFLOAD = (
-    "a job keeps shards on the device; a script may have fully_shard(offload_policy="
-    "CPUOffloadPolicy()). Less memory in a job: more ranks, [lora], optim.in_backward, bfloat16"
+    "a job keeps parameters on the device; a script may have fully_shard(offload_policy="
+    "CPUOffloadPolicy()). Less memory in a job: [offload] for the optimizer's state, more ranks, "
+    "[lora], optim.in_backward, bfloat16"
 )
 NO_AXES = (
     "the job has no tensor, sequence, pipeline or expert axis; fully_shard takes DTensors of other "

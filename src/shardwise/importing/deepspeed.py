@@ -117,7 +117,7 @@ _SKIPPED |= {
         "checkpoint.tag_validation checkpoint.load_universal checkpoint.parallel_write.* "
         "checkpoint.writer.* checkpoint.checkpoint_serialization"
     ),
-    "asynchronous files are for offloading to NVMe": "aio.*",
+    "files are read ahead and written behind in offload.chunk, with direct I/O": "aio.*",
     "every batch is whole: train.global_batch sequences": "dataloader_drop_last",
     "is the model's": "vocabulary_size",
     "only warns in DeepSpeed": "disable_allgather graph_harvesting",
@@ -313,8 +313,11 @@ def _offloading(part: Part) -> None:
         key = f"{_ZERO}.{where}.device"
         device = part.choice(key, {name: name for name in ("none", "cpu", "nvme")})
         is_on = device in ("cpu", "nvme")
-        if is_on:
+        if is_on and where == "offload_optimizer":
+            offload_optimizer(part, key, f"{_ZERO}.{where}.nvme_path", device)
+        elif is_on:
             part.refuse(key, NO_OFFLOAD)
+        if is_on:
             if isinstance(stage, int) and stage < least:
                 stage_name = part.name(f"{_ZERO}.stage")
                 part.warn(
@@ -324,8 +327,24 @@ def _offloading(part: Part) -> None:
             part.same(key, "stays on the device")
         for below in part.names(f"{_ZERO}.{where}"):
             if below != key and below in _HANDLED:
-                part.skip(below, f"goes with {where}.device" if is_on else "nothing is offloaded")
-        part.switch(f"{_ZERO}.{old}", NO_OFFLOAD, "stays on the device")
+                note = f"goes with {where}.device" if is_on else "nothing is offloaded"
+                part.skip_rest(below, note)
+        if old == "cpu_offload":
+            part.turns_on(f"{_ZERO}.{old}", "offload.optimizer", "cpu", off="stays on the device")
+        else:
+            part.switch(f"{_ZERO}.{old}", NO_OFFLOAD, "stays on the device")
+
+
+def offload_optimizer(part: Part, key: str, path_key: str, device: str) -> None:
+    """The state of the optimizer goes to `device`, cpu or nvme."""
+    folder = part.text(path_key)
+    if device == "nvme" and not folder:
+        part.refuse(key, f"needs {path_key}, a directory on a local disk (offload.directory)")
+        return
+    part.becomes(key, "offload.optimizer", device)
+    part.becomes(key, "offload.step_on", "cpu", "DeepSpeed steps there")
+    if device == "nvme":
+        part.becomes(path_key, "offload.directory", folder, "working files only")
 
 
 def _optimizer(part: Part) -> None:

@@ -6,6 +6,7 @@ TOML, and the keys that it came from are unsupported, with the reason. So what i
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from dataclasses import dataclass, fields
@@ -82,7 +83,14 @@ def _tried(settings: dict[str, Setting]) -> tuple[dict[str, Setting], dict[str, 
             good[key] = setting
         except ConfigError as error:
             refused[key] = one_line(str(error).removeprefix("--"))
-    return good, refused
+    for section in {key.partition(".")[0] for key in refused}:  # some stand together only
+        rest = {key: ordered[key] for key in refused if key.startswith(f"{section}.")}
+        with contextlib.suppress(ConfigError):
+            _load({**good, **rest})
+            good |= rest
+            for key in rest:
+                del refused[key]
+    return {key: good[key] for key in ordered if key in good}, refused
 
 
 def _load(settings: dict[str, Setting]) -> LoadedConfig:

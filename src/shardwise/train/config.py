@@ -178,6 +178,18 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OffloadConfig:
+    optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Where the optimizer's state lies: on the device, in host memory, in files of `directory`."""
+    directory: str = ""
+    """For nvme, on a local disk: a working file of each rank, of the size of its state."""
+    chunk: str | int = "16MiB"
+    """State that is brought at once; for nvme five such are in memory."""
+    step_on: Literal["device", "cpu"] = "device"
+    """Where the optimizer computes."""
+
+
+@dataclass(frozen=True, slots=True)
 class OwnOptimConfig(OptimConfig):
     """With keys that only this kind of optimizer has (`optimizer_keys.py`)."""
 
@@ -272,6 +284,7 @@ class Config:
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
+    offload: OffloadConfig = OffloadConfig()
     shard: ShardConfig = ShardConfig()
     mesh: MeshConfig = MeshConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -299,6 +312,12 @@ def gather_limit(config: Config) -> int | None:
     """`shard.gather_limit` in bytes; None when it is no size."""
     limit = config.shard.gather_limit
     return limit if isinstance(limit, int) else parse_size(limit)
+
+
+def chunk_bytes(config: Config) -> int | None:
+    """`offload.chunk` in bytes; None when it is no size."""
+    chunk = config.offload.chunk
+    return chunk if isinstance(chunk, int) else parse_size(chunk)
 
 
 def parse_override(entry: str) -> tuple[str, dict[str, str]]:

@@ -22,6 +22,7 @@ from shardwise.train.config import (
     HFModelConfig,
     OptimConfig,
     TrainConfig,
+    chunk_bytes,
     gather_limit,
     is_factory,
     mesh_shape,
@@ -62,6 +63,11 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
         found |= {key: ("train.eval_every", "is 0") for key, value in wanted.items() if value}
     if not config.log.samples:
         found["log.sample_tokens"] = "log.samples", "is empty"
+    if config.offload.optimizer != "nvme":
+        found["offload.directory"] = "offload.optimizer", f"is {config.offload.optimizer!r}"
+    if config.offload.optimizer == "none":
+        for key in ("chunk", "step_on"):
+            found[f"offload.{key}"] = "offload.optimizer", "is 'none'"
     return found | _ineffective_of_optim(config.optim) | wire_ineffective(config)
 
 
@@ -154,6 +160,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
     found += _strategy_problems(config)
     found += _memory_problems(config)
     found += wire_problems(config)
+    found += _offload_problems(config)
     if config.run.reproducible == "any_world":
         found += _any_world_problems(config)
     return found
@@ -246,6 +253,24 @@ def _memory_problems(config: Config) -> list[tuple[str, str]]:
     if config.optim.in_backward and config.run.reproducible == "any_world":
         text = "any_world adds up all micro-batches before the step; leave one of them off"
         found.append(("optim.in_backward", text))
+    return found
+
+
+def _offload_problems(config: Config) -> list[tuple[str, str]]:
+    found, offload = [], config.offload
+    size = chunk_bytes(config)
+    if size is None or size < 2**16:
+        text = f"{offload.chunk!r} is no size of 64KiB or more; write bytes, or for example 16MiB"
+        found.append(("offload.chunk", text))
+    if offload.optimizer == "nvme" and not offload.directory:
+        text = "is empty; offload.optimizer = 'nvme' needs a directory on a local disk"
+        found.append(("offload.directory", text))
+    if offload.optimizer == "nvme" and config.checkpoint.background:
+        text = "would copy the optimizer's state from its files into memory; leave it out, or use "
+        found.append(("checkpoint.background", text + "offload.optimizer = 'cpu'"))
+    if offload.optimizer != "none" and not num_states(config.optim.kind, own_keys(config.optim)):
+        text = f"{config.optim.kind} keeps no state (optim.momentum is 0); leave it out"
+        found.append(("offload.optimizer", text))
     return found
 
 

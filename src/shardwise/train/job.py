@@ -16,6 +16,7 @@ from shardwise.checkpoint.manager import CheckpointManager
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
 from shardwise.errors import TrainingError
+from shardwise.offload import OffloadedOptimizer
 from shardwise.train import numerics
 from shardwise.train.best import Best
 from shardwise.train.config import Config, HFModelConfig, resolved_strategy
@@ -93,6 +94,8 @@ def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
     mesh = describe_mesh(job.config, hosts)
     if job.record is not None and len(hosts) > 1:
         job.record.event("hosts", hosts=[asdict(host) for host in hosts])
+    if job.config.offload.optimizer == "cpu" and job.device.type == "cpu":
+        notes = [*notes, "offload.optimizer = 'cpu': on CPU the state is in host memory anyway"]
     for note in [_describe(job), *([mesh] if mesh else []), *notes]:
         job.console.say(note)
     job.console.start(job.step)
@@ -113,6 +116,8 @@ def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
         _note_end(job, f"{type(error).__name__}: {error}", is_well=False)
         raise
     finally:
+        if isinstance(job.optimizer, OffloadedOptimizer):
+            job.optimizer.close()
         if job.record is not None:
             job.record.close()
         job.console.stop()
@@ -175,7 +180,9 @@ def build_job(
     ranks.on_each(
         lambda: fill(model, config, device, is_resumed=start is not None), "reading the weights"
     )
-    optimizer = ranks.on_each(lambda: build_optimizer(model, config.optim, fused=fused))
+    optimizer = ranks.on_each(
+        lambda: build_optimizer(model, config.optim, fused=fused, whole=config)
+    )
     if config.optim.in_backward:
         step_in_backward(model, optimizer)
     ranks.on_each(lambda: numerics.check(config, model, optimizer))

@@ -141,9 +141,18 @@ def plan_of(model: nn.Module, config: Config, num_ranks: int) -> PlannedModel:
         transport=config.shard.transport,
         wire=wire_of(config),
         overrides=override_for(groups, overrides),
-        num_states=num_states(config.optim.kind, own_keys(config.optim)),
+        num_states=_num_states(config),
         halves_states=in_bfloat16(config.optim),
     )
+
+
+def _num_states(config: Config) -> int:
+    """Those that take the memory that parameters are in."""
+    is_on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
+    elsewhere = ("nvme",) if is_on_cpu else ("cpu", "nvme")
+    if config.offload.optimizer in elsewhere:
+        return 0
+    return num_states(config.optim.kind, own_keys(config.optim))
 
 
 def policy_of(config: Config) -> MixedPrecisionPolicy:

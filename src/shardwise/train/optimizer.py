@@ -16,16 +16,24 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigError
-from shardwise.train.config import OptimConfig, own_keys
+from shardwise.errors import ConfigError, OffloadError
+from shardwise.offload import OffloadedOptimizer
+from shardwise.train.config import Config, OptimConfig, chunk_bytes, own_keys
 from shardwise.train.optimizer_keys import OPTIMIZERS, takes
-from shardwise.train.optimizer_state import in_bfloat16, way_with_bfloat16, with_bfloat16
+from shardwise.train.optimizer_state import (
+    first_in_bfloat16,
+    in_bfloat16,
+    way_with_bfloat16,
+    with_bfloat16,
+    without_state,
+)
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, fused: bool = True
+    model: nn.Module, config: OptimConfig, *, fused: bool = True, whole: Config | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of [optim] over all trainable parameters, in groups that decay and do not.
+    """The optimizer of [optim] over all trainable parameters, in groups that decay and do not;
+    with [offload] as the `whole` configuration has it.
 
     Fused on CPU, the last elements of a parameter round differently, so where it is cut matters.
     """
@@ -37,10 +45,30 @@ def build_optimizer(
     device = next(model.parameters()).device
     way = way_of(model, config, device, fused=fused)
     try:
+        if whole is not None and whole.offload.optimizer != "none":
+            inner = without_state(cls, _groups(model, config), lr=config.lr, **keys, **way)
+            return _offloaded(inner, whole)
         build = functools.partial(with_bfloat16, cls) if in_bfloat16(config) else cls
         return build(_groups(model, config), lr=config.lr, **keys, **way)
+    except OffloadError as error:
+        raise ConfigError(f"offload.directory: {error}") from None
     except (ValueError, RuntimeError) as error:  # a number that the optimizer refuses
         raise ConfigError(f"optim.kind: {kind} says: {error}") from None
+
+
+def _offloaded(optimizer: torch.optim.Optimizer, config: Config) -> OffloadedOptimizer:
+    """With room for all of its state, which may take a while to show that there is none."""
+    section = config.offload
+    made = OffloadedOptimizer(
+        optimizer,
+        state=section.optimizer,
+        directory=section.directory or None,
+        step_on=section.step_on,
+        chunk_bytes=chunk_bytes(config) or 0,
+        first_state=first_in_bfloat16 if in_bfloat16(config.optim) else None,
+    )
+    made.reserve()
+    return made
 
 
 def way_of(

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.errors import ConfigError
+from shardwise.offload import OffloadedOptimizer
 from shardwise.train.config import OptimConfig, own_keys
 from shardwise.train.optimizer_keys import OPTIMIZERS, num_states
 
@@ -35,6 +36,13 @@ def in_bfloat16(optim: OptimConfig) -> bool:
 def with_bfloat16(cls: Any, groups: list[dict[str, Any]], **how: Any) -> Optimizer:
     """An optimizer without any state, in which a parameter gets its own, in bfloat16, right before
     its first step."""
+    optimizer = without_state(cls, groups, **how)
+    optimizer.register_step_pre_hook(lambda self, args, kwargs: _give_state(self))
+    return optimizer
+
+
+def without_state(cls: Any, groups: list[dict[str, Any]], **how: Any) -> Optimizer:
+    """An optimizer of which parameters have no state yet, whatever its constructor makes."""
     first = groups[0]["params"][0]
     # Adagrad makes state when it is built, of the parameters that it is built with.
     optimizer: Optimizer = cls([_small(first.dtype, first.device)], **how)
@@ -42,8 +50,15 @@ def with_bfloat16(cls: Any, groups: list[dict[str, Any]], **how: Any) -> Optimiz
     optimizer.state.clear()
     for group in groups:
         optimizer.add_param_group(group)
-    optimizer.register_step_pre_hook(lambda self, args, kwargs: _give_state(self))
     return optimizer
+
+
+def first_in_bfloat16(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor
+) -> dict[str, Any]:
+    """The state of a parameter before its first step, in bfloat16."""
+    made = initial_state(optimizer, group, _small(parameter.dtype, parameter.device))
+    return {name: _alike(value, parameter) for name, value in made.items()}
 
 
 def _give_state(optimizer: Optimizer) -> None:
@@ -99,6 +114,8 @@ def bring_to_dtype(optimizer: Optimizer, optim: OptimConfig) -> int:
     """State that was loaded, in the dtype that the configuration has now; how many tensors were in
     another one."""
     changed = 0
+    if isinstance(optimizer, OffloadedOptimizer):
+        return changed  # what it keeps has a dtype of its own, into which all is read
     for parameter, slots in optimizer.state.items():
         wanted = torch.bfloat16 if in_bfloat16(optim) else parameter.dtype
         for name, value in slots.items():

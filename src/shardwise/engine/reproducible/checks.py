@@ -135,6 +135,7 @@ def _buckets(unit: Unit) -> Iterator[str]:
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
     if optimizer is None:
         return
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # one around it computes with it
     name = type(optimizer).__name__
     own = type(optimizer).__module__.startswith("torch.optim")
     if not own or name not in ELEMENTWISE:
