@@ -306,8 +306,21 @@ def read_whole(place: Place) -> Tensors:
 
 
 run = functools.partial
+INT8 = sw.Wire(gather="int8", reduce="int8", error_feedback=True)
+BF16 = sw.Wire(gather="bf16", reduce="bf16", axis="both")
+WIRES: dict[str, tuple[int, Program]] = {
+    "wire int8": (2, run(train, model_class=Wide, wire=INT8)),
+    "wire int8, small": (2, run(train, wire=INT8, clip=True)),
+    "wire int8, bf16": (2, run(train, model_class=Wide, wire=INT8, mp_policy=HALF["bf16"])),
+    "wire bf16, hybrid": (4, run(train, strategy="hybrid_shard", wire=BF16, num_micro=2)),
+    "wire bf16, split": (4, run(train, strategy="hybrid_full_optimizer", wire=BF16)),
+    "wire between hosts": (4, run(train, wire=sw.Wire("int8", "int8", host_ranks=2))),
+    "wire int8, no_shard": (2, run(train, strategy="no_shard", wire=sw.Wire(reduce="int8"))),
+    "wire int8, offload": (2, run(train, wire=INT8, offload_policy=sw.CPUOffloadPolicy())),
+}
 OFFLOAD = sw.CPUOffloadPolicy()
 MORE_PROGRAMS: dict[str, tuple[int, Program]] = {
+    **WIRES,
     "a stream of the user": (2, on_a_stream_of_the_user),
     "gathered ahead": (2, gathered_ahead),
     "prefetch": (2, run(prefetched, enabled=True)),

@@ -22,7 +22,7 @@ from shardwise.comm import streams
 from shardwise.engine.core.state import units_in
 from simulated_device.programs import PROGRAMS as USUAL
 from simulated_device.programs import Place, train
-from simulated_device.programs_more import MORE_PROGRAMS
+from simulated_device.programs_more import MORE_PROGRAMS, WIRES
 from simulated_device.programs_rare import RARE_PROGRAMS
 from simulated_device.worlds import run_on_devices
 
@@ -31,7 +31,7 @@ PROGRAMS = {**USUAL, **MORE_PROGRAMS, **RARE_PROGRAMS}
 HIGHEST_US = 300
 SEEDS = (None, 1, 2)  # None: no delays
 
-STEADY = (*STRATEGIES, *HYBRID_STRATEGIES, "accumulation", "offload of parameters")
+STEADY = (*STRATEGIES, *HYBRID_STRATEGIES, "accumulation", "offload of parameters", *WIRES)
 
 
 def name_lanes() -> None:

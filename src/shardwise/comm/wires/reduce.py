@@ -55,19 +55,18 @@ class Feedback:
 
 def encode_rows(
     form: Format,
-    rows: torch.Tensor,
-    num_counts: int,
+    data: torch.Tensor,
+    counts: torch.Tensor,
     coded: torch.Tensor,
     feedback: Feedback | None,
     place: str,
 ) -> None:
-    """Rows of data with counts behind them to rows of bytes with flags behind them."""
-    data = rows.shape[1] - num_counts
+    """Rows of data, and rows of counts (or one for all), to rows of bytes with flags behind."""
     if feedback is None:
-        encode(form, rows[:, :data], coded)
-    elif data:
-        feedback.encode(place, form, rows[:, :data], coded)
-    coded[:, coded.shape[1] - num_counts :].copy_(rows[:, data:] != 0)
+        encode(form, data, coded)
+    elif data.numel():
+        feedback.encode(place, form, data, coded)
+    coded[:, coded.shape[1] - counts.shape[1] :].copy_(counts != 0)
 
 
 def sum_rows(
@@ -98,7 +97,8 @@ def reduce(
     rows = coded.view(mover.size, -1).unsqueeze(0) if chunks.is_even else coded.split(sizes)
     for (first, values), target in zip(chunks.rows(packed), rows, strict=True):
         target = target if target.ndim == 2 else target.unsqueeze(0)
-        encode_rows(form, values, num_counts, target, feedback, f"{first}")
+        data = values.shape[1] - num_counts
+        encode_rows(form, values[:, :data], values[:, data:], target, feedback, f"{first}")
     own = sizes[mover.rank]
     received = coded.new_empty(mover.size * own)
     yield mover.all_to_all(received, coded, [own] * mover.size, sizes)
@@ -129,11 +129,11 @@ def reduce_by_hosts(
     kept = summed.to(packed.dtype) if not form.is_lossy else summed  # travels as it is
     num_bytes = form.num_bytes(chunk - num_counts, kept.itemsize, num_counts)
     coded = packed.new_empty(hosts * num_bytes, dtype=torch.uint8)
-    rows = kept.view(hosts, chunk)
-    encode_rows(form, rows, num_counts, coded.view(hosts, -1), feedback, "hosts")
+    data, rows = chunk - num_counts, kept.view(hosts, chunk)
+    given = rows[:, :data], rows[:, data:], coded.view(hosts, -1)
+    encode_rows(form, *given, feedback, "hosts")
     received = torch.empty_like(coded)
     yield outer.all_to_all(received, coded, [num_bytes] * hosts, [num_bytes] * hosts)
-    data = chunk - num_counts
     deliver(*sum_rows(form, received.view(hosts, -1), data, num_counts, kept.dtype))
 
 
@@ -155,8 +155,8 @@ def all_reduce(
     for r, (values, target) in enumerate(
         zip(out[:data].split(list(parts)), coded.split(sizes), strict=True)
     ):
-        rows = torch.cat([values, counts]).unsqueeze(0)
-        encode_rows(form, rows, num_counts, target.unsqueeze(0), feedback, f"part {r}")
+        given = values.unsqueeze(0), counts.unsqueeze(0), target.unsqueeze(0)
+        encode_rows(form, *given, feedback, f"part {r}")
     own, numel = sizes[mover.rank], parts[mover.rank]
     received = coded.new_empty(size * own)
     yield mover.all_to_all(received, coded, [own] * size, sizes)
