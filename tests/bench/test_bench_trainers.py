@@ -140,6 +140,19 @@ def test_two_replicas_and_sums_in_bf16_are_those_of_fsdp2(rank, world):
     assert ours.other_bytes == pytest.approx(theirs.other_bytes, rel=0.01)
 
 
+@on_ranks(4)
+def test_wire_formats_by_options(rank, world):
+    exact, narrow, hosts = (
+        traffic_of(f"shardwise:c10d{options}", rank, world, 1)
+        for options in ("", ":gather_int8:reduce_bf16", ":by_hosts")
+    )
+    assert narrow.gather_bytes == pytest.approx(exact.gather_bytes * (1 + 4 / 128) / 4, rel=0.05)
+    assert narrow.reduce_bytes == pytest.approx(exact.reduce_bytes / 2, rel=0.05)
+    assert hosts.num_gathers == 2 * exact.num_gathers  # between hosts, then inside
+    with pytest.raises(ConfigError, match="reduce_bf16 and reduce_int8 exclude each other"):
+        parse_engine("shardwise:reduce_bf16:reduce_int8")
+
+
 @on_ranks(2)
 def test_one_gather_a_step_under_shard_grad_op(rank, world):
     """8 micro-batches: 2 units (the small blocks share one) are gathered once; FSDP2 gathers its 3

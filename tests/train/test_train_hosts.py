@@ -20,6 +20,7 @@ from ranks import on_ranks
 from shardwise.doctor.run.case import Case
 from shardwise.doctor.run.checks import examine
 from shardwise.errors import ConfigError
+from shardwise.layout import Collective, Moment
 from shardwise.train import link
 from shardwise.train.config import Config, MeshConfig, ShardConfig
 from shardwise.train.hosts import Host, crosses_hosts, describe_mesh, host_problems, hosts_of
@@ -83,6 +84,17 @@ def test_hosts_are_nodes_of_the_launcher_or_have_a_name_each() -> None:
 def test_copies_stay_inside_hosts(replicate: int, shard: int, names: str, said: str) -> None:
     found = host_problems(mesh_of(replicate, shard), placed(*names))
     assert found == ([] if said is None else [("mesh.replicate", said)])
+
+
+def test_ranks_of_a_wire_format_by_hosts_are_those_of_hosts() -> None:
+    config = Config(shard=ShardConfig(strategy="full_shard", host_ranks=4))
+    assert host_problems(config, placed(*"aaaabbbb")) == []
+    assert host_problems(config, placed(*"aaaa")) == []
+    ((key, said),) = host_problems(config, placed(*"aabbccdd"))
+    assert key == "shard.host_ranks" and said == (
+        "4, but ranks 0-3 run on 2 hosts: a (ranks 0, 1), b (ranks 2, 3); name how many each host "
+        "has"
+    )
 
 
 def test_the_mesh_in_a_line() -> None:
@@ -158,6 +170,36 @@ def test_the_cost_of_a_link_is_told_where_it_is_slow(rank, tmp_path, probe_s):
     assert re.search(r"full_shard between 2 hosts: .* a step through a link of .*/s \(mea", text)
     assert "hybrid_shard with mesh.replicate = 2 would move" in text
     assert "slow-link" in findings and "communication" not in findings
+
+
+def planned(kind: str, size: int, ranks: int = 0, is_inside: bool = False) -> Collective:
+    return Collective(kind, "shard", Moment.FORWARD, size, ranks, is_inside)
+
+
+def test_bytes_out_of_a_host() -> None:
+    """Of 2 hosts with 4 ranks each, by hand."""
+    ring = planned("gather", 100), planned("reduce", 800)
+    assert [link.out_of_host(c, 8, 2, False) for c in ring] == [700, 700]
+    # Each of 4 ranks sends an eighth to each of 4 ranks there.
+    assert link.out_of_host(planned("reduce", 800), 8, 2, True) == 4 * 4 * 100
+    assert link.out_of_host(planned("reduce", 800, 4, is_inside=True), 8, 2, True) == 0
+    # Between hosts: 4 ranks send half of what they have summed up, or get one part each.
+    assert link.out_of_host(planned("reduce", 200, 2), 8, 2, True) == 4 * 100
+    assert link.out_of_host(planned("gather", 100, 2), 8, 2, False) == 4 * 100
+
+
+@on_ranks(2)
+def test_a_wire_format_shortens_what_is_told(rank, tmp_path):
+    os.environ["GROUP_RANK"] = str(rank)
+    plain = {"shard__strategy": "full_shard", "train__steps": 3, "shard__transport": "c10d"}
+    wired = {"shard__gather_wire": "int8", "shard__reduce_wire": "int8"}
+    run_job(tmp_path / "plain", **plain)
+    run_job(tmp_path / "wired", **plain, **wired)
+    if rank == 0:
+        exact, narrow = (cost_of(tmp_path / name) for name in ("plain", "wired"))
+        # A quarter, of reductions an eighth: Gloo's all-reduce moves twice as much.
+        assert 0.12 < narrow["link_bytes"] / exact["link_bytes"] < 0.26
+        assert narrow["hybrid_bytes"] == pytest.approx(exact["hybrid_bytes"] / 4, rel=0.1)
 
 
 def _params_of_tiny() -> int:

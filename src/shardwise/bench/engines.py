@@ -20,6 +20,7 @@ STRATEGIES = (
     "no_shard", "shard_optimizer", "shard_grad_op", "full_shard", "hybrid_shard",
     "hybrid_full_optimizer",
 )  # fmt: skip
+WIRES = ("gather_bf16", "gather_int8", "reduce_bf16", "reduce_int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "shardwise": Kind(
         "this project",
-        (*STRATEGIES, "keep", "last", "in_backward", "compile"),
+        (*STRATEGIES, *WIRES, "by_hosts", "keep", "last", "in_backward", "compile"),
         "shardwise",
         takes_transports=True,
     ),
@@ -64,7 +65,10 @@ OPTIONS = {
     "hold": "parameters stay gathered over all micro-batches of a step",
     "last": "gradients are reduced in the last micro-batch only",
     "hybrid": "two replicas, each sharded over half of the ranks (HSDP)",
-    "reduce_bf16": "gradients are summed in bf16 (reduce_dtype)",
+    "reduce_bf16": "fsdp2: gradients are summed in bf16; shardwise: they travel so, sums are fp32",
+    "reduce_int8": "gradients travel as int8, sums are fp32 (Wire)",
+    "gather_bf16": "weights travel as bf16; also gather_int8",
+    "by_hosts": "two hosts of half of the ranks each: inside them first (Wire.host_ranks)",
     "in_backward": "the optimizer steps unit by unit in the backward",
     "compile": "torch.compile of each unit's forward",
     "1, 2, 3": "the ZeRO stage (2)",
@@ -129,7 +133,7 @@ def parse_engine(name: str) -> EngineSpec:
         if options[i] not in known:
             hint = nearest(option, known) if known else f"{kind} has no options"
             raise ConfigError(f"--engines: {name}: no option {option!r}; {hint}")
-    for group in (names(), STRATEGIES, ("1", "2", "3")):
+    for group in (names(), STRATEGIES, WIRES[:2], WIRES[2:], ("1", "2", "3")):
         if len(chosen := [o for o in options if o in group]) > 1:
             raise ConfigError(f"--engines: {name}: {' and '.join(chosen)} exclude each other")
     for variable in variables:

@@ -30,6 +30,7 @@ from shardwise.bench.workload import Batch, Precision
 from shardwise.comm.choose import names
 from shardwise.engine.services.grouping import choose_units
 from shardwise.errors import ConfigError
+from shardwise.layout import Wire
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
@@ -208,6 +209,17 @@ def mesh_for(strategy: str, engine: str) -> DeviceMesh:
     return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
 
 
+def _wire_of(spec: EngineSpec) -> Wire:
+    """How weights and gradients travel, by the engine's options."""
+
+    def of(what: str) -> str:
+        chosen = (o.removeprefix(f"{what}_") for o in spec.options if o.startswith(what))
+        return next(chosen, "exact")
+
+    host_ranks = dist.get_world_size() // 2 if "by_hosts" in spec.options else 0
+    return Wire(gather=of("gather"), reduce=of("reduce"), host_ranks=host_ranks)
+
+
 def _shardwise(setup: Setup) -> Trainer:
     from shardwise import MixedPrecisionPolicy, no_sync, shard_model, step_in_backward
 
@@ -225,6 +237,7 @@ def _shardwise(setup: Setup) -> Trainer:
         transport=spec.one_of(names(), "auto"),
         mp_policy=policy,
         unit=list(setup.unit) if isinstance(setup.unit, tuple) else setup.unit,
+        wire=_wire_of(spec),
         reshard_after_forward=False if "keep" in spec.options else None,
     )
 

@@ -56,10 +56,18 @@ def hosts_of(told: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
 
 def host_problems(config: Config, hosts: Sequence[Host]) -> list[tuple[str, str]]:
     """What is wrong with the mesh on these hosts: (key, what to do) pairs."""
-    strategy = resolved_strategy(config)
-    if strategy not in HYBRID or len(hosts) == 1:
+    strategy, inside = resolved_strategy(config), config.shard.host_ranks
+    if len(hosts) == 1:
         return []
     host_of = {rank: host for host in hosts for rank in host.ranks}
+    if inside > 1:
+        for first in range(0, len(host_of), inside):
+            members = range(first, min(first + inside, len(host_of)))
+            if len(on := {host_of[rank]: None for rank in members}) > 1:
+                text = f"{inside}, but {_ranks_text(members)} run on {_hosts_text([*on])}"
+                return [("shard.host_ranks", f"{text}; name how many each host has")]
+    if strategy not in HYBRID:
+        return []
     replicas, size = mesh_shape(config, len(host_of))
     for copy in range(replicas):
         members = range(copy * size, (copy + 1) * size)

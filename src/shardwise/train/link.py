@@ -1,12 +1,13 @@
 """What the link between hosts costs a job that gathers across it: measured, and told once.
 
-    at the start   all ranks gather PROBE_BYTES together: bytes a second of one ring
-    second step    what gathers and reductions move, by events and layouts
+    at the start   all ranks gather PROBE_BYTES together: bytes a second out of one host
+    second step    what gathers and reductions move out of a host, by events and layouts
     third step     the seconds which that takes, beside those of the step: said, and in log.jsonl
 
-Both are rings over all ranks of the copy, so their bytes compare as they are. A reduce-scatter
-moves as much as a gather, on Gloo, which has none, twice that. What hybrid_shard would move between
-hosts is an all-reduce of every gradient, once.
+A gather is a ring, of which one neighbour of each host is on another; a reduce-scatter moves as
+much, on Gloo, which has none, twice that. In a wire format it is an all-to-all: each rank of a host
+sends to all ranks of the others, unless hosts add up inside first. What hybrid_shard would move
+between hosts is an all-reduce of every gradient.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.engine.core.state import units_in
 from shardwise.engine.services.inspect import record_events
 from shardwise.events import EventLog
+from shardwise.layout import Collective, Moment
+from shardwise.layout.unit import gather_of, reduce_of
 from shardwise.train.config import HYBRID, Config, resolved_strategy
 from shardwise.train.hosts import Host, crosses_hosts
 from shardwise.units import counted, text_of_bytes
@@ -42,10 +45,10 @@ class Link:
         self, config: Config, hosts: Sequence[Host], bytes_per_s: float, is_gloo: bool
     ) -> None:
         self._config, self._hosts = config, hosts
-        self.bytes_per_s = bytes_per_s  # that pass through each link of a ring
-        self._per_reduction = 2 if is_gloo else 1
+        self.bytes_per_s = bytes_per_s  # out of one host
+        self._is_gloo = is_gloo
         self._num_steps = 0
-        self._gathered = self._reduced = 0  # bytes of whole units, in one step
+        self._bytes = 0.0, 0.0  # out of a host in one step: as it is, under hybrid_shard
 
     def over(self, model: nn.Module, step: _Step) -> tuple[tuple[dict[str, Any], str], dict | None]:
         """Takes a step; what there is to tell, behind the third one."""
@@ -53,7 +56,8 @@ class Link:
         if self._num_steps == 2:
             with record_events(model) as log:
                 found = step()
-            self._gathered, self._reduced = moved_bytes(model, log)
+            ranks = sum(len(host.ranks) for host in self._hosts)
+            self._bytes = moved_bytes(model, log, ranks, len(self._hosts), self._is_gloo)
             return found, None
         found = step()
         if self._num_steps < 3:
@@ -62,16 +66,14 @@ class Link:
 
     def cost(self, step_s: float) -> dict[str, Any]:
         """Of a step: bytes through the link, the seconds that they take, those of hybrid_shard."""
-        num_hosts, world = len(self._hosts), sum(len(host.ranks) for host in self._hosts)
-        moved = self._gathered + self._per_reduction * self._reduced
-        moved = round(moved * (world - 1) / world)
+        moved, hybrid = map(round, self._bytes)
         return {
-            "hosts": num_hosts,
+            "hosts": len(self._hosts),
             "bytes_per_s": round(self.bytes_per_s),
             "link_bytes": moved,
             "link_s": round(moved / self.bytes_per_s, 9),
             "step_s": round(step_s, 6),
-            "hybrid_bytes": round(2 * (num_hosts - 1) / num_hosts * self._reduced),
+            "hybrid_bytes": hybrid,
         }
 
     def tell(self, cost: dict[str, Any]) -> None:
@@ -129,17 +131,39 @@ def _probe_s(world: int, device: torch.device) -> float:
     return min(times[1:])
 
 
-def moved_bytes(model: nn.Module, log: EventLog) -> tuple[int, int]:
-    """Of all ranks together: what was gathered, and what was put into reductions."""
+def moved_bytes(
+    model: nn.Module, log: EventLog, ranks: int, hosts: int, is_gloo: bool
+) -> tuple[float, float]:
+    """Out of one host: what the collectives of a log send, and what hybrid_shard would."""
     units = {unit.name: unit for unit in units_in(model)}
-    gathered = reduced = 0
+    moved = hybrid = 0.0
     for event in log.codes("AG", "RS"):
         for grads in units[event.unit].gradients.buckets:
             layout, reduce = grads.state.layout, grads.trainable_layout()
+            wire = layout.wire.shard
             if layout.world == 1:
                 continue
             if event.code == "AG":
-                gathered += layout.chunk_numel * layout.world * layout.gather_dtype.itemsize
+                found, twice = gather_of(layout, Moment.FORWARD), False
             elif reduce.indices:
-                reduced += reduce.packed_numel * reduce.dtype.itemsize
-    return gathered, reduced
+                found = reduce_of(reduce)
+                twice = is_gloo and not wire.reduce.is_lossy and not wire.host_ranks
+                whole = wire.reduce.num_bytes(reduce.packed_numel, reduce.dtype.itemsize)
+                hybrid += 2 * (hosts - 1) / hosts * whole
+            else:
+                continue
+            is_direct = event.code == "RS" and wire.reduce.is_lossy
+            moved += sum(out_of_host(c, ranks, hosts, is_direct) for c in found) * (1 + twice)
+    return moved, hybrid
+
+
+def out_of_host(collective: Collective, ranks: int, hosts: int, is_direct: bool) -> float:
+    """Bytes that one host sends to others; `is_direct`: each rank to every other one."""
+    here = ranks / hosts
+    if collective.is_inside:
+        return 0.0
+    if collective.ranks:  # one rank of each host
+        return here * collective.received_bytes(collective.ranks)
+    if is_direct:
+        return here * (ranks - here) / ranks * collective.size_bytes
+    return collective.received_bytes(ranks)

@@ -150,13 +150,17 @@ def _link(case: Case) -> Iterator[Finding]:
     share = case.config.train.global_batch // max(1, case.num_ranks)
     if case.config.train.micro_batch < share:
         lines += f"\ntrain.micro_batch = {share}   # fewer gathers for a step"
+    if case.config.shard.reduce_wire == "exact":
+        lines += (
+            '\nshard.reduce_wire = "bf16"   # half of the bytes, rounded (docs/communication.md)'
+        )
     yield Finding(
         COSTS,
         "slow-link",
         "the link between hosts is slow for what goes through it",
         f"log.jsonl: {text}",
         f"under {strategy} each unit is gathered between hosts, and all ranks wait for that",
-        lines.strip() or "# a faster network, or more samples for each step",
+        lines.strip() or "train.global_batch = ...   # more work for each step",
     )
 
 
