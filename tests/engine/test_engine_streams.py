@@ -59,6 +59,9 @@ class RecordingStreams:
     def land(self) -> None:
         self.calls.append("land")
 
+    def reach(self, event: Any) -> None:
+        self.calls.append(f"reach {event}")
+
 
 def recorded(model: Any) -> RecordingStreams:
     """The streams of all units, with the computing of the layers noted between their calls."""

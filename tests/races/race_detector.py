@@ -248,7 +248,7 @@ class Lanes:
 
     def __init__(self, detector: Detector) -> None:
         self._detector = detector
-        self._lanes = {name: detector.new_stream(name) for name in ("gather", "reduce")}
+        self._lanes = {name: detector.new_stream(name) for name in ("gather", "reduce", "copy")}
         self._copied: Clock | None = None
         self.left_out: set[str] = set()
         self.seen: set[str] = set()
@@ -290,7 +290,8 @@ class Lanes:
             detector.wait(detector.record(detector.current), self._lanes["gather"])
 
     def record(self, name: str) -> Any:
-        return self._detector.record(self._lanes[name])
+        stream = self._detector.current if name == "compute" else self._lanes[name]
+        return self._detector.record(stream)
 
     def wait(self, event: Any) -> None:
         if event is not None and self._does(f"wait in {caller()}"):
@@ -309,6 +310,10 @@ class Lanes:
         host.copy_(tensor, non_blocking=True)
         self._copied = self._detector.record(self._detector.current)
         return host
+
+    def reach(self, event: Any) -> None:
+        if event is not None and self._does(f"reach in {caller()}"):
+            self._detector.wait(event, HOST)
 
     def land(self) -> None:
         if self._copied is not None and self._does(f"land in {caller()}"):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -186,6 +187,38 @@ def repeat(mesh: DeviceMesh, *, in_place: bool = False, **options: Any) -> None:
             optimizer.zero_grad()
 
 
+class Inline:
+    """A pool without a thread: the detector sees operators of this one only."""
+
+    def submit(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        call(*args)
+        (future := Future[None]()).set_result(None)
+        return future
+
+
+def step_behind(mesh: DeviceMesh, *, in_backward: bool, step_on: Any, **options: Any) -> None:
+    """Units step on a lane of their own, in the background."""
+    model = sharded(mesh, **options)
+    optimizer = sw.OffloadedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        state="cpu" if step_on == "cpu" else "none",
+        step_on=step_on,
+        in_background=True,
+    )
+    assert optimizer._behind is not None
+    optimizer._behind._pool = Inline()  # type: ignore[assignment]
+    if in_backward:
+        sw.step_in_backward(model, optimizer)
+    for _ in range(3):
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        if not in_backward:
+            sw.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+
+
 def alternate(mesh: DeviceMesh, **options: Any) -> None:
     """Two models on two streams of the user that nothing orders, and one model on both."""
     lanes: Any = streams.streams_for(torch.device("cpu"))
@@ -298,6 +331,14 @@ def configurations(world: int) -> dict[str, Callable[[], None]]:
         "partial sums, no_shard": run(read_sums, line, strategy="no_shard"),
         "partial sums, uneven, offload": run(read_sums, line, uneven=True, offload_policy=on_host),
         "partial sums in place": run(read_sums_in_place, line),
+        "behind a backward": run(step_behind, line, in_backward=True, step_on="device"),
+        "behind a forward": run(step_behind, line, in_backward=False, step_on="device"),
+        "behind a forward, offload": run(
+            step_behind, line, in_backward=False, step_on="cpu", offload_policy=on_host
+        ),
+        "behind a backward, offload": run(
+            step_behind, line, in_backward=True, step_on="cpu", offload_policy=on_host
+        ),
         "a model that goes": run(drop, line),
         "a model that goes, bf16": run(drop, line, mp_policy=half),
     }

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from engine.engine_kit import Blocks, Mlp, Uneven, make
-from simulated_device.programs import Place, Program, Tensors, Wide, full, results
-from simulated_device.programs_more import loop
+from simulated_device.programs import STEPS, Place, Program, Tensors, Wide, full, results
+from simulated_device.programs_more import OFFLOAD, loop
 
 
 def penalized(place: Place, strategy: str) -> Tensors:
@@ -185,6 +185,31 @@ def move(manager: Any, step: int, source: tuple[Any, Any], target: tuple[Any, An
     manager.load(checkpoint, *target)
 
 
+def stepped_behind(place: Place, in_backward: bool, **options: Any) -> Tensors:
+    """A thread steps units beside the backward, or beside the next forward. `options` of the model
+    and of its optimizer's offload.
+    """
+    policy = options.pop("offload_policy", None)
+    model = place.shard(make(Blocks), **({"offload_policy": policy} if policy else {}))
+    optimizer = sw.OffloadedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), state="cpu", in_background=True, **options
+    )
+    if in_backward:
+        sw.step_in_backward(model, optimizer)
+    losses = []
+    for step in range(STEPS):
+        loss = place.loss(model, step)
+        loss.backward()
+        losses.append(loss.detach())
+        if not in_backward:
+            losses.append(sw.clip_grad_norm_(model.parameters(), 0.1))
+            optimizer.step()
+        optimizer.zero_grad()
+    found = results(model, losses=losses)
+    optimizer.close()
+    return found
+
+
 run = functools.partial
 RARE_PROGRAMS: dict[str, tuple[int, Program]] = {
     "gradients of gradients": (2, run(penalized, strategy="full_shard")),
@@ -197,4 +222,8 @@ RARE_PROGRAMS: dict[str, tuple[int, Program]] = {
     "ranks out of data, large": (2, unequal_data),
     "gone while gathered": (2, gone_while_gathered),
     "across devices": (3, across_devices),
+    "behind the next forward": (2, run(stepped_behind, in_backward=False, offload_policy=OFFLOAD)),
+    "behind the backward": (2, run(stepped_behind, in_backward=True, offload_policy=OFFLOAD)),
+    "behind, shards on the device": (2, run(stepped_behind, in_backward=True, step_on="cpu")),
+    "behind, stepped on the device": (2, run(stepped_behind, in_backward=False, step_on="device")),
 }

@@ -24,7 +24,7 @@ def job(rank: int, world: int, folder: Path, name: str, place: str, **more: Any)
     if place == "nvme":
         more["offload__directory"] = str(folder / "offload")
     if place == "none":
-        del more["offload__chunk"]
+        more = {k: v for k, v in more.items() if not k.startswith("offload__")}
     run_job(folder / name, offload__optimizer=place, **more)
 
 
@@ -38,8 +38,9 @@ def numbers(folder: Path) -> list[tuple[float, ...]]:
         {},
         {"optim__kind": "rmsprop", "optim__state_dtype": "bfloat16", "optim__momentum": 0.9},
         {"run__reproducible": "any_world", "optim__kind": "adagrad"},
+        {"offload__in_background": True, "checkpoint__every": 2, "train__eval_every": 3},
     ],
-    ids=["adamw", "bfloat16 state", "any_world"],
+    ids=["adamw", "bfloat16 state", "any_world", "in background"],
 )
 def test_the_same_numbers(more: dict[str, Any], tmp_path: Path) -> None:
     places = ("none", "cpu", "nvme") if not more else ("none", "nvme")
@@ -108,6 +109,7 @@ def test_a_directory_that_cannot_be_is_found_before_the_start(
         ({"optimizer": "cpu", "directory": "x"}, "offload.directory: has no effect: offload.opt"),
         ({"step_on": "cpu"}, "offload.step_on: has no effect: offload.optimizer is 'none'"),
         ({"chunk": "1MiB"}, "offload.chunk: has no effect"),
+        ({"in_background": "true"}, "offload.in_background: has no effect"),
         ({"optimizer": "cpu", "chunk": "3 apples"}, "offload.chunk: '3 apples' is no size of 64"),
         (
             {"optimizer": "cpu", "chunk": "1KiB"},

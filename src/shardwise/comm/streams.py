@@ -1,14 +1,16 @@
 """Streams: the one place that orders work on accelerators, and that knows whether there is one.
 
-Two lanes run beside the stream on which the user computes:
+Three lanes run beside the stream on which the user computes:
 
     gather   all-gather, copy-out         waits for the compute stream where that says so (`mark`);
                                           is waited for at each use, by its event
     reduce   reduce-scatter, all-reduce   waits for the compute stream when issued, which has packed
              the gradients by then; is waited for when its memory is wanted, or at the end
+    copy     shards, gradients and state  runs for a thread that steps parameters behind the user's
+             on their way to the host     back (`offload`), which waits for it as a host
     compute  the user's stream: the one that is current when it calls. There may be several
 
-All units and transports of a device share one pair of lanes: an allocator keeps memory by stream,
+All units and transports of a device share the lanes: an allocator keeps memory by stream,
 so what one unit has released serves the next one only where both gather on the same lane.
 
 Lifetimes follow from events; no memory is left to the allocator to watch (`record_stream`). A
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -42,7 +45,7 @@ class Streams(Protocol):
 
     def lane(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Run the body on a lane: "gather" behind all marks, "reduce" behind all that the compute
-        stream has queued.
+        stream has queued, "copy" behind nothing: the host has waited (`reach`).
         """
         ...
 
@@ -51,7 +54,7 @@ class Streams(Protocol):
         ...
 
     def record(self, name: str) -> Any:
-        """An event behind all that a lane has queued."""
+        """An event behind all that a lane has queued, or the compute stream ("compute")."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -71,7 +74,11 @@ class Streams(Protocol):
         ...
 
     def land(self) -> None:
-        """The host waits for what `to_host` has copied since."""
+        """The host waits for what `to_host` has copied since, in this thread."""
+        ...
+
+    def reach(self, event: Any) -> None:
+        """The host waits for the event."""
         ...
 
 
@@ -105,6 +112,9 @@ class NoStreams:
     def land(self) -> None:
         return None
 
+    def reach(self, event: Any) -> None:
+        return None
+
 
 NO_STREAMS = NoStreams()
 
@@ -120,8 +130,9 @@ class DeviceStreams(NoStreams):
         self._lanes = {
             "gather": self._module.Stream(device=device, priority=-1),
             "reduce": self._module.Stream(device=device, priority=-1),
+            "copy": self._module.Stream(device=device),
         }
-        self._copied: Any = None  # one behind the latest copy to the host
+        self._latest = threading.local()  # `copied`: an event behind the latest copy to the host
 
     @contextlib.contextmanager
     def lane(self, name: str) -> Iterator[None]:
@@ -135,7 +146,9 @@ class DeviceStreams(NoStreams):
         self._lanes["gather"].wait_stream(self._module.current_stream(self._device))
 
     def record(self, name: str) -> Any:
-        return self._lanes[name].record_event()
+        is_user = name == "compute"
+        stream = self._module.current_stream(self._device) if is_user else self._lanes[name]
+        return stream.record_event()
 
     def wait(self, event: Any) -> None:
         if event is not None:
@@ -147,13 +160,16 @@ class DeviceStreams(NoStreams):
     def to_host(self, tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         host.copy_(tensor, non_blocking=True)
-        self._copied = self._module.current_stream(self._device).record_event()
+        self._latest.copied = self._module.current_stream(self._device).record_event()
         return host
 
     def land(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        self.reach(getattr(self._latest, "copied", None))
+        self._latest.copied = None
+
+    def reach(self, event: Any) -> None:
+        if event is not None:
+            event.synchronize()
 
 
 # How the streams of a device are made, by its type; another one is `DeviceStreams`.

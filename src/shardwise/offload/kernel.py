@@ -59,6 +59,24 @@ class Kernel:
                 "in pieces; keep it on the device"
             )
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The options of the parameter groups."""
+        return self._optimizer.param_groups
+
+    def as_it_is(self) -> Kernel:
+        """Another with the options of now, whatever becomes of the groups: for another thread."""
+        optimizer = object.__new__(type(self._optimizer))
+        vars(optimizer).update(vars(self._optimizer))
+        optimizer.param_groups = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}
+            for group in self.groups
+        ]
+        optimizer.state = defaultdict(dict)
+        made = object.__new__(Kernel)
+        made._optimizer, made._first_state = optimizer, self._first_state
+        return made
+
     def run(
         self, params: Sequence[list[Tensor]], state: dict[Tensor, dict[str, Any]]
     ) -> dict[Tensor, dict[str, Any]]:

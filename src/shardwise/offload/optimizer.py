@@ -19,6 +19,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -31,6 +32,7 @@ from torch.optim import Optimizer
 from shardwise.comm.streams import Streams, streams_for
 from shardwise.engine.tensor.shard_tensor import ShardTensor, settle, written
 from shardwise.errors import OffloadError
+from shardwise.offload.behind import Behind
 from shardwise.offload.chunks import MASTER, Chunk, Entry, Piece, Slot
 from shardwise.offload.files import Calls, WorkingFile, aligned
 from shardwise.offload.kept import Kept, StateView, copied, local_part_of
@@ -58,6 +60,10 @@ class OffloadedOptimizer(Optimizer):
         chunk_bytes: the most state that is brought at once.
         read_ahead, write_behind: chunks in memory beside the one that is stepped, for `nvme`.
         first_state: gives a parameter its state before its first step, instead of the optimizer.
+        in_background: a step runs in a thread beside what comes next: `step()` returns at once,
+            and the next forward waits for a unit's step when it gathers the unit; with
+            `step_in_backward` units step while the backward runs. Whoever reads a parameter, the
+            state or a gradient before waits for it. See `behind`.
         calls: what is asked of the operating system, for tests.
 
     Raises:
@@ -76,6 +82,7 @@ class OffloadedOptimizer(Optimizer):
         read_ahead: int = 2,
         write_behind: int = 2,
         first_state: FirstState | None = None,
+        in_background: bool = False,
         calls: Calls | None = None,
     ) -> None:
         _check(state, directory, step_on, chunk_bytes, read_ahead, write_behind)
@@ -86,6 +93,7 @@ class OffloadedOptimizer(Optimizer):
         self._chunk_bytes, self._calls = chunk_bytes, calls
         self._bounds = (read_ahead, write_behind)
         self._kept: Kept | None = None
+        self._behind = Behind(self) if in_background else None
         self._checked: dict[int, str] = {}  # options of groups, for which slots were asked
         self._failure = ""
         self._loading: dict[int, Tensor] = {}  # master weights of a state dict
@@ -116,7 +124,11 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         settle([p.grad for p in held])
-        self._step({p: _gradient_of(p) for p in held})
+        gradients = {p: _gradient_of(p) for p in held}
+        if self._behind is None:
+            self._run(self._part(gradients))
+        else:
+            self._behind.step(gradients)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
@@ -128,20 +140,38 @@ class OffloadedOptimizer(Optimizer):
             gradients: for each parameter this rank's part of the reduced gradient, a plain tensor
                 of as many elements, complete, in host memory or on the device.
         """
-        self._step({p: gradient.detach().reshape(-1) for p, gradient in gradients.items()})
+        self._run(self._part({p: g.detach().reshape(-1) for p, g in gradients.items()}))
 
-    def _step(self, gradients: dict[Tensor, Tensor]) -> None:
-        kept, groups = self._laid_out(gradients), self._groups()
+    @torch.no_grad()
+    def step_later(self, parameters: Sequence[Tensor], ready: Any) -> bool:
+        """Step these, of one unit, in the background; False where that is off. `ready`: an event
+        of the device behind which their `.grad` is complete; it may be cleared at once.
+        """
+        if self._behind is None:
+            return False
+        if parameters:
+            self._behind.submit({p: _gradient_of(p) for p in parameters}, ready)
+        return True
+
+    def _part(self, gradients: dict[Tensor, Tensor]) -> Part:
+        """What is to be stepped, as options and state are now; ValueError where it cannot be."""
+        if self._behind is not None:
+            self._behind.finish(gradients)
+        kept, groups = self._with_entries(gradients), self._groups()
         for parameter, gradient in gradients.items():
             self._check_fits(kept.entries[parameter], gradient)
         self._check_options(kept, gradients, groups)
         chunks = kept.chunks_of(gradients)
         visits = [(c, any(p.entry.has_state for p in c.pieces)) for c in chunks]
+        kernel = self._kernel if self._behind is None else self._kernel.as_it_is()
+        return Part(gradients, groups, kept, kernel, visits)
+
+    def _run(self, part: Part) -> None:
+        gradients, kept, num_stepped = part.gradients, part.kept, 0
         scalars: dict[Tensor, dict[str, Any]] = {}
-        num_stepped = 0
         try:
-            for chunk, memory in zip(chunks, kept.store.stream(visits), strict=True):
-                self._step_chunk(chunk, memory, gradients, groups, scalars)
+            for (chunk, _), memory in zip(part.visits, kept.store.stream(part.visits), strict=True):
+                self._step_chunk(part, chunk, memory, scalars)
                 num_stepped += 1
         except BaseException as error:
             if num_stepped or isinstance(error, OffloadError):
@@ -157,19 +187,14 @@ class OffloadedOptimizer(Optimizer):
             entry.has_state, entry.lacks_master = bool(entry.slots or entry.scalars), False
 
     def _step_chunk(
-        self,
-        chunk: Chunk,
-        memory: Tensor,
-        gradients: dict[Tensor, Tensor],
-        groups: dict[Tensor, int],
-        scalars: dict[Tensor, dict[str, Any]],
+        self, part: Part, chunk: Chunk, memory: Tensor, scalars: dict[Tensor, dict[str, Any]]
     ) -> None:
         bench = Bench(self._streams(chunk), self._computes_on(chunk), memory)
-        params: list[list[Tensor]] = [[] for _ in self.param_groups]
+        params: list[list[Tensor]] = [[] for _ in part.kernel.groups]
         state: dict[Tensor, dict[str, Any]] = {}
         stepped: list[tuple[Piece, Tensor, dict[str, Tensor], Tensor | None]] = []
         for piece in chunk.pieces:
-            entry, gradient = piece.entry, gradients.get(piece.entry.parameter)
+            entry, gradient = piece.entry, part.gradients.get(piece.entry.parameter)
             if gradient is None:
                 continue
             slots = chunk.views(bench.memory, piece)
@@ -178,13 +203,13 @@ class OffloadedOptimizer(Optimizer):
             if master is not None:
                 _refresh(master, param, is_new=not entry.has_state or entry.lacks_master)
             target = param if master is None else master
-            part = bench.copy_of(gradient[piece.start : piece.stop])
-            set_gradient(target, part if master is None else part.to(master.dtype))
+            piece_of_it = bench.copy_of(gradient[piece.start : piece.stop])
+            set_gradient(target, piece_of_it if master is None else piece_of_it.to(master.dtype))
             if entry.has_state:
                 state[target] = {**{k: copied(v) for k, v in entry.scalars.items()}, **slots}
-            params[groups[entry.parameter]].append(target)
+            params[part.groups[entry.parameter]].append(target)
             stepped.append((piece, target, slots, shard))
-        after = self._kernel.run(params, state)
+        after = part.kernel.run(params, state)
         for piece, target, slots, shard in stepped:
             made = after[target]
             _keep(made, slots)
@@ -205,7 +230,13 @@ class OffloadedOptimizer(Optimizer):
         self._laid_out()
 
     def _laid_out(self, gradients: Mapping[Tensor, Tensor] | None = None) -> Kept:
-        """What is kept, with entries for all parameters of the groups, or for these."""
+        """What is kept, with entries for all parameters of the groups, or for these; no step is
+        under way."""
+        if self._behind is not None:
+            self._behind.finish_all()
+        return self._with_entries(gradients)
+
+    def _with_entries(self, gradients: Mapping[Tensor, Tensor] | None) -> Kept:
         self._raise_failure()
         groups = self._groups()
         wanted = [p for p in groups if p.requires_grad] if gradients is None else list(gradients)
@@ -216,6 +247,8 @@ class OffloadedOptimizer(Optimizer):
         if self._kept is None:
             self._kept = Kept(self._open(wanted), self._chunk_bytes)
         if new:
+            if self._behind is not None:
+                self._behind.finish_all()
             asked: dict[Any, tuple[Slot, ...]] = {}
             made = [self._entry(p, groups[p], (gradients or {}).get(p), asked) for p in new]
             self._kept.add(made)
@@ -332,6 +365,8 @@ class OffloadedOptimizer(Optimizer):
     def put_state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """State for these parameters, and none for all others; slots may be a `SlotSource`. A step
         that has failed is forgotten."""
+        if self._behind is not None:
+            self._behind.finish_all(tells=False)
         self._failure, self._coming = "", {}
         if self._kept is not None:
             self._kept.store.reset()
@@ -376,7 +411,9 @@ class OffloadedOptimizer(Optimizer):
 
     # -- ending ----------------------------------------------------------------------------------
     def flush(self) -> None:
-        """Wait for writes that are under way, and raise what went wrong in them, or in a step."""
+        """Wait for steps and writes that are under way, and raise what went wrong in them."""
+        if self._behind is not None:
+            self._behind.finish_all()
         self._raise_failure()
         if self._kept is not None:
             try:
@@ -387,9 +424,24 @@ class OffloadedOptimizer(Optimizer):
 
     def close(self) -> None:
         """Give memory and files back; the state is gone."""
+        if self._behind is not None:
+            self._behind.close()
         if self._kept is not None:
             self._kept.store.close()
         self._failure = "it was closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one call steps: gradients (this rank's parts, flat) by parameter, the number of each
+    parameter's group, where state lies, the arithmetic, and the chunks that are visited.
+    """
+
+    gradients: dict[Tensor, Tensor]
+    groups: dict[Tensor, int]
+    kept: Kept
+    kernel: Kernel
+    visits: list[tuple[Chunk, bool]]
 
 
 class Bench:

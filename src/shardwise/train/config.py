@@ -187,6 +187,8 @@ class OffloadConfig:
     """State that is brought at once; for nvme five such are in memory."""
     step_on: Literal["device", "cpu"] = "device"
     """Where the optimizer computes."""
+    in_background: bool = False
+    """Units step while the next forward runs, each before it is gathered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
     if config.offload.optimizer != "nvme":
         found["offload.directory"] = "offload.optimizer", f"is {config.offload.optimizer!r}"
     if config.offload.optimizer == "none":
-        for key in ("chunk", "step_on"):
+        for key in ("chunk", "step_on", "in_background"):
             found[f"offload.{key}"] = "offload.optimizer", "is 'none'"
     return found | _ineffective_of_optim(config.optim) | wire_ineffective(config)
 

@@ -66,6 +66,7 @@ def _offloaded(optimizer: torch.optim.Optimizer, config: Config) -> OffloadedOpt
         step_on=section.step_on,
         chunk_bytes=chunk_bytes(config) or 0,
         first_state=first_in_bfloat16 if in_bfloat16(config.optim) else None,
+        in_background=section.in_background,
     )
     made.reserve()
     return made

@@ -119,6 +119,8 @@ class Context:
         for wire in self.wires():
             wire.end_stale_backward()
         for unit in self.units:
+            if unit.mark.complete is not None:
+                unit.complete_for_peers()
             if unit.mark.moved or not unit.is_registered():
                 refresh(unit)  # before the phase, whose fence tells the peers of new buffers
         for streams in self.lanes:  # gathers of this step come behind writes to shards before it

@@ -297,12 +297,22 @@ class Unit:
             )
         for tell in self.context.moments.gathering:
             tell(self)
+        if self.mark.complete is not None:
+            self.mark.complete()
         self.copy.issue(self._gather)
+
+    def complete_for_peers(self) -> None:
+        """Before a phase: where peers read shards without being asked, these are whole by then."""
+        if self.mark.moved or any(t.reads_at_any_time for t in self.transports):
+            assert self.mark.complete is not None
+            self.mark.complete()
 
     def fill_middles(self) -> None:
         """Gather the shards from the replicas that share them out."""
         for tell in self.context.moments.filling:
             tell(self)
+        if self.mark.complete is not None:
+            self.mark.complete()
         with torch.no_grad(), self.streams.lane("gather"):
             outside_transforms(self._fill_middles)
 
@@ -348,6 +358,8 @@ class Unit:
                 self.reshard()
 
     def start_user_unshard(self) -> None:
+        if self.mark.complete is not None:
+            self.mark.complete()
         if self.mark.moved or not self.is_registered():
             refresh(self)
         if self.context.is_alone and self.serves_alone:

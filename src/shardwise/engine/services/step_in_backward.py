@@ -91,9 +91,18 @@ class Stepper:
         self.optimizer = optimizer
 
     def step(self, unit: Unit) -> None:
-        """Step the parameters of one unit that have a gradient, and free it."""
-        unit.streams.land()
-        own = {id(p.sharded) for p in unit.params if p.sharded.grad is not None}
+        """Step the parameters of one unit that have a gradient, and free it. An optimizer may have
+        `step_later(parameters, event)`: it takes what is complete behind the event, or says False.
+        """
+        held = [p.sharded for p in unit.params if p.sharded.grad is not None]
+        later = getattr(self.optimizer, "step_later", None)
+        if later is None or not later(held, unit.streams.record("reduce")):
+            unit.streams.land()
+            self._step_now(set(map(id, held)))
+        for param in unit.params:
+            param.sharded.grad = None
+
+    def _step_now(self, own: set[int]) -> None:
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group in groups:
@@ -103,8 +112,6 @@ class Stepper:
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
-        for param in unit.params:
-            param.sharded.grad = None
 
 
 def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

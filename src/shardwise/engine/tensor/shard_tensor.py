@@ -53,15 +53,17 @@ from shardwise.errors import EngineError
 
 class Mark:
     """Shared by the parameters of a unit: how often their shards were written, and whether `.data`
-    of one was set to memory outside of the unit's buffer.
+    of one was set to memory outside of the unit's buffer. `complete`: another thread writes to them
+    (`offload.behind`), and this waits for it. Whoever is about to read shards calls it.
     """
 
-    __slots__ = ("count", "moved", "name", "steps_in_backward", "sum_order")
+    __slots__ = ("complete", "count", "moved", "name", "steps_in_backward", "sum_order")
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.count = 0
         self.moved = False
+        self.complete: Callable[[], None] | None = None
         self.steps_in_backward = False
         self.sum_order: Any = None  # set while a reproducible run is on
 

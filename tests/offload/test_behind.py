@@ -1,0 +1,294 @@
+"""Steps in the background: the numbers are those of steps in the foreground, whenever the thread
+gets to them, and whoever looks before waits for them. A thread that is slowed down takes longer
+than anything that it could be overtaken by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from engine.engine_kit import Blocks, Mlp, Setting, Uneven, batch, loss_of, make
+from ranks import on_ranks
+from shardwise import OffloadedOptimizer
+from shardwise.engine.core.state import units_in
+from shardwise.errors import OffloadError
+from shardwise.offload import behind
+
+STEPS = 3
+SETTINGS = [
+    Setting("full_shard"),
+    Setting("full_shard", transport="shared_memory"),
+    Setting("shard_grad_op"),
+    Setting("shard_grad_op", transport="shared_memory"),
+    Setting("no_shard"),
+]
+
+
+@contextlib.contextmanager
+def slowed(seconds: float = 0.02) -> Iterator[None]:
+    """Each step of the thread takes that long, at its begin and at its end."""
+    original = behind._run
+
+    def run(*args: Any) -> None:
+        time.sleep(seconds)
+        original(*args)
+        time.sleep(seconds)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(behind, "_run", run)
+        yield
+
+
+def adamw(model: nn.Module, **how: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05, **how)
+
+
+def in_background(model: nn.Module, **how: Any) -> OffloadedOptimizer:
+    options = {"state": "cpu", "chunk_bytes": 2**16, **how}
+    return OffloadedOptimizer(adamw(model), in_background=True, **options)
+
+
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, rank: int, *, keeps: bool = False
+) -> list[Tensor]:
+    """Clipping, a schedule of the learning rate, accumulation; gradients are cleared or zeroed."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    norms = []
+    for step in range(STEPS):
+        with sw.no_sync(model):
+            loss_of(model(batch(model, 2 * step, rank))).backward()
+        loss_of(model(batch(model, 2 * step + 1, rank))).backward()
+        norms.append(sw.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=not keeps)
+    return norms
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.full_tensor().detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["cleared", "zeroed"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@on_ranks(2, 3)
+def test_the_bits_of_steps_in_the_foreground(
+    rank: int, world: int, setting: Setting, keeps: bool
+) -> None:
+    plain, other = (setting.shard(make(Uneven), world) for _ in range(2))
+    norms = train(plain, adamw(plain), rank, keeps=keeps)
+    with slowed():
+        assert train(other, in_background(other), rank, keeps=keeps) == norms
+        found = weights(other)
+    for name, expected in weights(plain).items():
+        assert torch.equal(found[name], expected), name
+
+
+@pytest.mark.parametrize("setting", SETTINGS[:2], ids=str)
+@on_ranks(2)
+def test_units_step_beside_the_next_forward(rank: int, world: int, setting: Setting) -> None:
+    """The last unit steps when the first layer computes; where peers read shards without being
+    asked, all have stepped by then.
+    """
+    model = setting.shard(make(Mlp), world)
+    optimizer = in_background(model)
+    original, computes, num_stepped = behind._run, threading.Event(), 0
+
+    def run(*args: Any) -> None:
+        nonlocal num_stepped
+        is_last = num_stepped == len(list(units_in(model))) - 1
+        if is_last and setting.transport == "c10d":
+            assert computes.wait(20), "the forward waits for a unit that it does not need yet"
+        original(*args)
+        num_stepped += 1
+
+    def begins(*_: Any) -> None:
+        if setting.transport != "c10d":
+            assert num_stepped == len(list(units_in(model)))
+        computes.set()
+
+    loss_of(model(batch(model, 0, rank))).backward()
+    optimizer.step()  # says in which order units are waited for
+    loss_of(model(batch(model, 0, rank))).backward()
+    model.layers[0].register_forward_pre_hook(begins)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(behind, "_run", run)
+        optimizer.step()
+        model(batch(model, 1, rank))
+        optimizer.flush()
+    assert computes.is_set()
+
+
+@on_ranks(2)
+def test_in_a_backward(rank: int, world: int) -> None:
+    plain, other = (Setting("full_shard").shard(make(Blocks), world) for _ in range(2))
+    sw.step_in_backward(plain, adamw(plain))
+    sw.step_in_backward(other, optimizer := in_background(other))
+    with slowed():
+        for step in range(STEPS):
+            for model in (plain, other):
+                loss_of(model(batch(model, step, rank))).backward()
+            assert all(p.grad is None for p in other.parameters())
+            for group in optimizer.param_groups:
+                group["lr"] *= 1.0
+        found = weights(other)
+    for name, expected in weights(plain).items():
+        assert torch.equal(found[name], expected), name
+
+
+@on_ranks(2)
+def test_few_units_wait_in_a_backward(rank: int, world: int) -> None:
+    """So gradients of a few units are there at once."""
+    model = Setting("full_shard").shard(make(Mlp), world)
+    sw.step_in_backward(model, optimizer := in_background(model))
+    most, original = 0, behind.Behind._submit
+
+    def submit(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal most
+        original(self, *args, **kwargs)
+        most = max(most, len(self._waiting()))
+
+    with slowed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(behind.Behind, "_submit", submit)
+        loss_of(model(batch(model, 0, rank))).backward()
+        optimizer.flush()
+    assert len(list(units_in(model))) > behind.LIMIT >= most > 0
+
+
+def look(model: Any, optimizer: Any, how: str, folder: Path) -> Tensor:
+    """What somebody sees of the first parameter, flat, who looks right behind a step."""
+    name, first = next(iter(model.named_parameters()))
+    if how == "detach":
+        return first.detach().to_local().reshape(-1)
+    if how == "data":
+        return first.data.to_local().reshape(-1)
+    if how == "to_local":
+        return first.to_local().detach().reshape(-1)
+    if how == "full_tensor":
+        return first.full_tensor().detach().reshape(-1)
+    if how == "state_dict":
+        return model.state_dict()[name].to_local().reshape(-1)
+    if how == "deepcopy":
+        return dict(copy.deepcopy(model).named_parameters())[name].to_local().detach().reshape(-1)
+    if how == "unshard":
+        model.unshard()
+        for module in model.modules():
+            if hasattr(module, "unshard"):
+                module.unshard()
+        return dict(model.named_parameters())[name].detach().clone().reshape(-1)
+    if how == "moments":
+        return optimizer.state[first]["exp_avg"].to_local().reshape(-1)
+    if how == "gradient":
+        return first.grad.to_local().clone().reshape(-1)
+    if how == "evaluation":
+        with torch.no_grad():
+            return model(batch(model, 7, 0)).reshape(-1)
+    assert how == "checkpoint"
+    manager = sw.CheckpointManager(folder)
+    manager.save(1, model, optimizer)
+    fresh = Setting("full_shard").shard(make(Mlp, seed=5), model_world(model))
+    checkpoint, _ = manager.latest()
+    assert checkpoint is not None
+    manager.load(checkpoint, fresh, adamw(fresh))
+    return dict(fresh.named_parameters())[name].to_local().detach().reshape(-1)
+
+
+def model_world(model: Any) -> int:
+    return next(model.parameters()).device_mesh.size()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("detach", "data", "to_local", "full_tensor", "state_dict", "deepcopy", "unshard"),
+        *("moments", "gradient", "evaluation", "checkpoint"),
+    ],
+)
+@on_ranks(2)
+def test_whoever_looks_waits(rank: int, world: int, tmp_path: Path, how: str) -> None:
+    seen = []
+    for made in (adamw, in_background):
+        model = Setting("full_shard").shard(make(Mlp), world)
+        optimizer = made(model)
+        with slowed(0.05):
+            loss_of(model(batch(model, 0, rank))).backward()
+            optimizer.step()
+            seen.append(look(model, optimizer, how, tmp_path / made.__name__))
+            if isinstance(optimizer, OffloadedOptimizer):
+                optimizer.flush()
+    assert torch.equal(*seen)
+
+
+@on_ranks(2)
+def test_writing_waits_too(rank: int, world: int) -> None:
+    """What the user writes behind a step is not overwritten by it."""
+    model = Setting("full_shard").shard(make(Mlp), world)
+    optimizer = in_background(model)
+    with slowed(0.05):
+        loss_of(model(batch(model, 0, rank))).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(2.0)
+        optimizer.flush()
+    assert all(w.eq(2.0).all() for w in weights(model).values())
+
+
+@on_ranks(2)
+def test_two_optimizers_share_a_unit(rank: int, world: int) -> None:
+    plain, other = (Setting("full_shard").shard(make(Mlp), world) for _ in range(2))
+    for model, is_behind in ((plain, False), (other, True)):
+        params = list(model.parameters())
+        halves: list[Any] = [torch.optim.AdamW(params[i::2], lr=0.05) for i in range(2)]
+        if is_behind:
+            halves = [OffloadedOptimizer(h, state="cpu", in_background=True) for h in halves]
+        with slowed():
+            for step in range(STEPS):
+                loss_of(model(batch(model, step, rank))).backward()
+                for half in halves:
+                    half.step()
+                    half.zero_grad()
+            found = weights(model)
+        if not is_behind:
+            expected = found
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@on_ranks(2)
+def test_an_error_of_the_thread_is_raised_where_somebody_waits(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    optimizer = in_background(model)
+    loss_of(model(batch(model, 0, rank))).backward()
+
+    def fail(*_: Any) -> None:
+        raise OffloadError("the disk is full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(behind, "_run", fail)
+        optimizer.step()
+        with pytest.raises(OffloadError, match="the disk is full"):
+            optimizer.flush()
+    optimizer.close()
+
+
+def test_parameters_of_no_unit_step_at_once() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = OffloadedOptimizer(
+        torch.optim.SGD([weight], lr=1.0), state="cpu", in_background=True
+    )
+    weight.grad = torch.ones(3)
+    with slowed():
+        optimizer.step()
+        assert weight.detach().eq(0.0).all()
