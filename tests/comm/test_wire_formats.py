@@ -15,8 +15,8 @@ from hypothesis import given
 
 from shardwise.comm.wires.format import add_up, decode, encode
 from shardwise.comm.wires.gather import gather
-from shardwise.comm.wires.reduce import Feedback, all_reduce, reduce
-from shardwise.comm.wires.steps import Chunks
+from shardwise.comm.wires.reduce import Feedback, Result, all_reduce, reduce
+from shardwise.comm.wires.steps import Buffers, Chunks
 from shardwise.layout import Format, Wire, strategy_named
 
 INT8 = Format("int8", 16)
@@ -49,6 +49,12 @@ def decoded(form: Format, rows: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def summed(form: Format, rows: torch.Tensor) -> torch.Tensor:
+    found = torch.full((rows.shape[1],), 7.0)
+    add_up(form, coded(form, rows), found)
+    return found
+
+
 def bound(form: Format, row: torch.Tensor) -> torch.Tensor:
     """As `comm.wires.format` promises it, in float64."""
     row = row.double().abs()
@@ -76,7 +82,7 @@ def test_every_element_is_within_its_bound(
 @given(FORMS, ROWS)
 def test_sums_are_within_the_sum_of_bounds(form: Format, values: list[list[float]]) -> None:
     rows = torch.tensor(values) / 4  # so that sums of three have room
-    found = add_up(form, coded(form, rows), rows.shape[1])
+    found = summed(form, rows)
     bounds = sum(bound(form, row) for row in rows)
     # Additions of float32 round too: each at most 2^-24 of the largest sum on the way.
     adding = rows.double().abs().sum(0) * len(rows) * 2.0**-23 + 2.0**-140
@@ -99,7 +105,7 @@ def test_what_is_not_finite_stays_so(
         assert found[0, block].isnan().all()
         found[0, block] = 0
         assert found.isfinite().all(), "other blocks are left alone"
-    assert not add_up(form, coded(form, rows), rows.shape[1])[at].isfinite()
+    assert not summed(form, rows)[at].isfinite()
 
 
 @given(FORMS, ROWS)
@@ -148,6 +154,7 @@ class Together:
 class Place:
     def __init__(self, all_: Together, rank: int) -> None:
         self.all, self.rank, self.size = all_, rank, all_.size
+        self.buffers = Buffers()
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> str:
         self.all.posted[self.rank] = ("gather", out, part)
@@ -192,24 +199,17 @@ def test_owners_get_the_sum_of_what_was_rounded(form: Format, sizes: list[int], 
             each[start - 2], each[start - 1] = 1.0, 0.0
         packed[0][start - 1] = float(r % 2)
     ranks = Together(world)
-    got: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    results = [Result(torch.empty(numel), torch.empty(num_counts), 0.5) for numel in sizes]
     ranks.run(
         [
-            reduce(
-                ranks.of(r),
-                form,
-                packed[r],
-                Chunks(starts),
-                num_counts,
-                lambda data, counts, r=r: got.update({r: (data, counts)}),
-            )
+            reduce(ranks.of(r), form, packed[r], Chunks(starts), num_counts, results[r])
             for r in range(world)
         ]
     )
     for r, numel in enumerate(sizes):
         rows = torch.stack([each[starts[r] : starts[r] + numel] for each in packed])
-        assert torch.equal(got[r][0], add_up(form, coded(form, rows), numel))
-        assert got[r][1].tolist() == [world, float(r % 2)]
+        assert torch.equal(results[r].data, summed(form, rows) * 0.5)
+        assert results[r].counts.tolist() == [world, float(r % 2)]
 
 
 @given(FORMS, st.integers(2, 4), st.integers(0, 300), st.integers(0, 99))
@@ -230,8 +230,9 @@ def test_an_all_reduce_gives_all_the_same_bits(
         assert torch.equal(out, outs[0]) and out[-1] == world
     for start, numel in zip(starts, parts, strict=False):
         rows = torch.stack([each[start : start + numel] for each in given_])
-        summed = add_up(form, coded(form, rows), numel)
-        assert torch.equal(outs[0][start : start + numel], decoded(form, summed[None])[0])
+        assert torch.equal(
+            outs[0][start : start + numel], decoded(form, summed(form, rows)[None])[0]
+        )
 
 
 def test_feedback_makes_sums_over_steps_exact() -> None:

@@ -21,12 +21,13 @@ from shardwise.comm.c10d.bucket import C10dBucket
 from shardwise.comm.c10d.packed_grads import PackedGrads
 from shardwise.comm.c10d.staging import GatherPlan, GatherStaging
 from shardwise.comm.groups import of_hosts
+from shardwise.comm.kept import kept
 from shardwise.comm.ordered import Ordered
 from shardwise.comm.transport import Handle
 from shardwise.comm.wires import gather as weights
 from shardwise.comm.wires import reduce as sums
 from shardwise.comm.wires.reduce import Feedback
-from shardwise.comm.wires.steps import Chunks, Steps
+from shardwise.comm.wires.steps import Buffers, Chunks, Steps
 from shardwise.layout.wire import EXACT, AxisWire
 
 Issue = Callable[..., Any]  # (bucket, call, *args) -> work, with the transport's own checks
@@ -42,6 +43,7 @@ class GroupMover:
     ) -> None:
         self._issue, self._bucket, self._group, self._what = issue, bucket, group, what
         self.size, self.rank = size, rank
+        self.buffers = kept("buffers of wire formats").setdefault("", Buffers())
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Any:
         return self._issue(self._bucket, _named(_all_gather, self._what), out, part, self._group)
@@ -85,7 +87,7 @@ def gather(
     if plan.padded and wire.host_ranks:
         movers = _movers_of_hosts(issue, bucket, bucket.shard.group, what)
         part = part.to(out.dtype) if not form.is_lossy else part
-        moving = weights.gather_by_hosts(*movers, form, part, packed, chunks)
+        moving = weights.gather_by_hosts(*movers, form, part, packed)
     else:
         mover = _mover(issue, bucket, bucket.shard.group, what)
         moving = weights.gather(mover, form, part, packed, chunks)
@@ -113,23 +115,23 @@ def reduce(
     what = f"reduce_{wire.reduce.name}"
     counts_offset = plan.layout.counts_offset
 
-    def deliver(data: torch.Tensor, counts: torch.Tensor) -> None:
-        if scale != 1.0:
-            data.mul_(scale)
-        out[: data.numel()].copy_(data)
-        out[data.numel() : counts_offset].zero_()
-        out[counts_offset:].copy_(counts)
-        staging.give_back()
-
+    data = chunks.numel(bucket.shard.rank) - num
+    result = sums.Result(out[:data], out[counts_offset:], scale)
     feedback = _feedback(bucket, wire, plan.layout.indices)
-    given = staging.packed, chunks, num, deliver, feedback
+    given = staging.packed, chunks, num, result, feedback
     if plan.padded and wire.host_ranks:
         movers = _movers_of_hosts(issue, bucket, bucket.group_of_sums, what)
         moving = sums.reduce_by_hosts(*movers, wire.reduce, *given)
     else:
         mover = _mover(issue, bucket, bucket.group_of_sums, what)
         moving = sums.reduce(mover, wire.reduce, *given)
-    return Steps(transport, bucket, "reduce", moving)
+
+    def steps() -> sums.Moving:
+        yield from moving
+        out[data:counts_offset].zero_()
+        staging.give_back()
+
+    return Steps(transport, bucket, "reduce", steps())
 
 
 def all_reduce(

@@ -26,16 +26,17 @@ def gather(
     """Fill `packed` with the parts of all ranks; `part` has as many elements as this rank's chunk
     in it, of the stored or the gather dtype.
     """
-    size, itemsize = mover.size, packed.itemsize
+    size, itemsize, buffers = mover.size, packed.itemsize, mover.buffers
     sizes = [form.num_bytes(chunks.numel(r), itemsize) for r in range(size)]
-    own = packed.new_empty(sizes[mover.rank], dtype=torch.uint8)
+    own = buffers.take(packed, sizes[mover.rank])
     encode(form, part.unsqueeze(0), own.unsqueeze(0))
-    coded = own.new_empty(sum(sizes))
+    coded = buffers.take(packed, sum(sizes))
     if chunks.is_even:
         yield mover.all_gather(coded, own)
     else:
         yield mover.all_to_all(coded, own.repeat(size), sizes, [own.numel()] * size)
     decode_all(form, coded, packed, chunks, sizes)
+    buffers.give_back(own, coded)
 
 
 def gather_by_hosts(
@@ -44,19 +45,21 @@ def gather_by_hosts(
     form: Format,
     part: torch.Tensor,
     packed: torch.Tensor,
-    chunks: Chunks,
 ) -> Moving:
     """The same, between hosts first; all chunks are of one size."""
     numel, hosts, inside = part.numel(), outer.size, inner.size
     num_bytes = form.num_bytes(numel, packed.itemsize) if form.is_lossy else packed.itemsize * numel
-    own = packed.new_empty(num_bytes, dtype=torch.uint8)
+    buffers = outer.buffers
+    own = buffers.take(packed, num_bytes)
     encode(form, part.unsqueeze(0), own.unsqueeze(0))
-    across = own.new_empty(hosts * num_bytes)
+    across = buffers.take(packed, hosts * num_bytes)
     yield outer.all_gather(across, own)
-    spread = own.new_empty(inside * across.numel())
+    spread = buffers.take(packed, inside * across.numel())
     yield inner.all_gather(spread, across)
-    by_rank = spread.view(inside, hosts, num_bytes).transpose(0, 1)
-    decode_all(form, by_rank.reshape(-1), packed, chunks, [num_bytes] * (hosts * inside))
+    parts = packed.view(hosts, inside, numel).unbind(1)
+    for rows, target in zip(spread.view(inside, hosts, num_bytes), parts, strict=True):
+        decode(form, rows, target)
+    buffers.give_back(own, across, spread)
 
 
 def decode_all(

@@ -15,12 +15,11 @@ and in the order of ranks; only these sums travel on. Where all ranks are to hav
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.comm.wires.format import add_up, decode, encode
+from shardwise.comm.wires.format import add_up, decode, encode, encode_with_rest
 from shardwise.comm.wires.steps import Chunks, Mover, Moving
 from shardwise.layout import Format
 
@@ -41,16 +40,28 @@ class Feedback:
         return self
 
     def encode(self, place: str, form: Format, rows: torch.Tensor, coded: torch.Tensor) -> None:
-        """Encode `rows` with what was lost before, and keep what is lost now."""
+        """Encode `rows` with what was lost before, and keep what is lost now. Of a step with a nan
+        nothing is kept.
+        """
         lost = self.lost.get(place)
         if lost is None or lost.shape != rows.shape:
-            lost = self.lost[place] = torch.zeros_like(rows, dtype=torch.float32)
-        lost += rows
-        encode(form, lost, coded)
-        decoded = torch.empty_like(lost)
-        decode(form, coded, decoded)
-        lost -= decoded
-        lost.nan_to_num_(0.0, 0.0, 0.0)  # a step with a nan is lost as a whole
+            lost = self.lost[place] = torch.zeros(rows.shape, device=rows.device)
+        encode_with_rest(form, rows, lost, coded)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Where this rank's sums go, the data times `scale`; counts as they are."""
+
+    data: torch.Tensor
+    counts: torch.Tensor
+    scale: float = 1.0
+
+    def add_up(self, form: Format, coded: torch.Tensor, exact: torch.dtype) -> None:
+        """Of rows of data with flags behind them."""
+        add_up(form, coded, self.data, self.scale, exact)
+        flags = coded[:, coded.shape[1] - self.counts.numel() :]
+        self.counts.copy_(flags.sum(0, dtype=torch.float32))
 
 
 def encode_rows(
@@ -69,41 +80,31 @@ def encode_rows(
     coded[:, coded.shape[1] - counts.shape[1] :].copy_(counts != 0)
 
 
-def sum_rows(
-    form: Format, coded: torch.Tensor, data: int, num_counts: int, exact: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of the data and of the counts of all rows."""
-    counts = coded[:, coded.shape[1] - num_counts :].sum(0, dtype=torch.float32)
-    return add_up(form, coded, data, exact), counts
-
-
 def reduce(
     mover: Mover,
     form: Format,
     packed: torch.Tensor,
     chunks: Chunks,
     num_counts: int,
-    deliver: Callable[[torch.Tensor, torch.Tensor], None],
+    result: Result,
     feedback: Feedback | None = None,
 ) -> Moving:
-    """`packed` has a chunk for each rank: data, and `num_counts` counts. `deliver` is called with
-    this rank's sums of both, in float32.
-    """
-    ranks = range(mover.size)
+    """`packed` has a chunk for each rank: data, and `num_counts` counts."""
+    ranks, buffers = range(mover.size), mover.buffers
     sizes = [
         form.num_bytes(chunks.numel(r) - num_counts, packed.itemsize, num_counts) for r in ranks
     ]
-    coded = packed.new_empty(sum(sizes), dtype=torch.uint8)
+    coded = buffers.take(packed, sum(sizes))
     rows = coded.view(mover.size, -1).unsqueeze(0) if chunks.is_even else coded.split(sizes)
     for (first, values), target in zip(chunks.rows(packed), rows, strict=True):
         target = target if target.ndim == 2 else target.unsqueeze(0)
         data = values.shape[1] - num_counts
         encode_rows(form, values[:, :data], values[:, data:], target, feedback, f"{first}")
     own = sizes[mover.rank]
-    received = coded.new_empty(mover.size * own)
+    received = buffers.take(packed, mover.size * own)
     yield mover.all_to_all(received, coded, [own] * mover.size, sizes)
-    data = chunks.numel(mover.rank) - num_counts
-    deliver(*sum_rows(form, received.view(mover.size, own), data, num_counts, packed.dtype))
+    result.add_up(form, received.view(mover.size, own), packed.dtype)
+    buffers.give_back(coded, received)
 
 
 def reduce_by_hosts(
@@ -113,13 +114,15 @@ def reduce_by_hosts(
     packed: torch.Tensor,
     chunks: Chunks,
     num_counts: int,
-    deliver: Callable[[torch.Tensor, torch.Tensor], None],
+    result: Result,
     feedback: Feedback | None = None,
 ) -> Moving:
     """The same, inside hosts first; all chunks are of one size."""
-    chunk, hosts, inside = chunks.numel(0), outer.size, inner.size
-    by_number = packed.view(hosts, inside, chunk).transpose(0, 1).reshape(-1).view(torch.uint8)
-    arrived = torch.empty_like(by_number)
+    chunk, hosts, inside, buffers = chunks.numel(0), outer.size, inner.size, outer.buffers
+    by_number = buffers.take(packed, packed.nbytes)
+    arranged = by_number.view(packed.dtype).view(inside, hosts, chunk)
+    arranged.copy_(packed.view(hosts, inside, chunk).transpose(0, 1))
+    arrived = buffers.take(packed, packed.nbytes)
     sizes = [by_number.numel() // inside] * inside
     yield inner.all_to_all(arrived, by_number, sizes, sizes)
     exact = arrived.view(packed.dtype).view(inside, hosts * chunk)
@@ -128,13 +131,14 @@ def reduce_by_hosts(
         summed.add_(row)
     kept = summed.to(packed.dtype) if not form.is_lossy else summed  # travels as it is
     num_bytes = form.num_bytes(chunk - num_counts, kept.itemsize, num_counts)
-    coded = packed.new_empty(hosts * num_bytes, dtype=torch.uint8)
+    coded = buffers.take(packed, hosts * num_bytes)
     data, rows = chunk - num_counts, kept.view(hosts, chunk)
     given = rows[:, :data], rows[:, data:], coded.view(hosts, -1)
     encode_rows(form, *given, feedback, "hosts")
-    received = torch.empty_like(coded)
+    received = buffers.take(packed, hosts * num_bytes)
     yield outer.all_to_all(received, coded, [num_bytes] * hosts, [num_bytes] * hosts)
-    deliver(*sum_rows(form, received.view(hosts, -1), data, num_counts, kept.dtype))
+    result.add_up(form, received.view(hosts, -1), kept.dtype)
+    buffers.give_back(by_number, arrived, coded, received)
 
 
 def all_reduce(
@@ -148,27 +152,28 @@ def all_reduce(
     """Sum `out` over the ranks, in place: `parts` are the elements of its data that each rank adds
     up, and `num_counts` counts stand at its end.
     """
-    size, data = mover.size, sum(parts)
+    size, data, buffers = mover.size, sum(parts), mover.buffers
     counts = out[out.numel() - num_counts :]
     sizes = [form.num_bytes(numel, out.itemsize, num_counts) for numel in parts]
-    coded = out.new_empty(sum(sizes), dtype=torch.uint8)
-    for r, (values, target) in enumerate(
-        zip(out[:data].split(list(parts)), coded.split(sizes), strict=True)
-    ):
+    coded = buffers.take(out, sum(sizes))
+    places = out[:data].split(list(parts))
+    for r, (values, target) in enumerate(zip(places, coded.split(sizes), strict=True)):
         given = values.unsqueeze(0), counts.unsqueeze(0), target.unsqueeze(0)
         encode_rows(form, *given, feedback, f"part {r}")
-    own, numel = sizes[mover.rank], parts[mover.rank]
-    received = coded.new_empty(size * own)
+    own = sizes[mover.rank]
+    received = buffers.take(out, size * own)
     yield mover.all_to_all(received, coded, [own] * size, sizes)
-    summed, total = sum_rows(form, received.view(size, own), numel, num_counts, out.dtype)
+    summed = places[mover.rank]  # which all ranks get back, this one too
+    if summed.dtype is not torch.float32:
+        summed = torch.empty_like(summed, dtype=torch.float32)
+    Result(summed, counts).add_up(form, received.view(size, own), out.dtype)
+    buffers.give_back(coded, received)
     largest = form.num_bytes(parts[0], out.itemsize)
-    part = coded.new_zeros(largest)
-    if feedback is None or not numel:
-        encode(form, summed.unsqueeze(0), part.unsqueeze(0))
-    else:
-        feedback.encode("sum", form, summed.unsqueeze(0), part.unsqueeze(0))
-    gathered = coded.new_empty(size * largest)
+    part = buffers.take(out, largest)
+    given = summed.unsqueeze(0), counts[:0].unsqueeze(0), part.unsqueeze(0)
+    encode_rows(form, *given, feedback, "sum")
+    gathered = buffers.take(out, size * largest)
     yield mover.all_gather(gathered, part)
-    for row, values in zip(gathered.view(size, -1), out[:data].split(list(parts)), strict=True):
+    for row, values in zip(gathered.view(size, -1), places, strict=True):
         decode(form, row.unsqueeze(0), values.unsqueeze(0))
-    counts.copy_(total)
+    buffers.give_back(part, gathered)

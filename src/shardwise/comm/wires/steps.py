@@ -1,7 +1,8 @@
 """What wire formats ask of a transport, and the handle of a movement in several steps.
 
-    Mover   moves bytes among the ranks of one group: all-gather, all-to-all
-    Steps   runs a generator that issues, and yields what is to be waited for
+    Mover     moves bytes among the ranks of one group: all-gather, all-to-all
+    Buffers   where these bytes lie: memory that is kept warm from one movement to the next
+    Steps     runs a generator that issues, and yields what is to be waited for
 
 Each movement here is such a generator: what it does before its first `yield` is done when it is
 issued, the rest when somebody waits. All ranks wait for what they issued in the order in which they
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.comm.blocks import Blocks
 from shardwise.comm.ordered import Ordered
 from shardwise.comm.transport import Bucket
 from shardwise.errors import DivergenceError, PeerTimeoutError
@@ -30,6 +32,7 @@ class Mover(Protocol):
 
     size: int
     rank: int
+    buffers: Buffers
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> Work:
         """`part` of every rank, of one size, end to end."""
@@ -40,6 +43,24 @@ class Mover(Protocol):
     ) -> Work:
         """Piece r of `sent`, of `in_sizes[r]` bytes, goes to rank r."""
         ...
+
+
+class Buffers:
+    """Bytes for movements. What is not given back (an exception ended the movement) lives as long
+    as a collective holds it.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = Blocks()  # of their own: they are a quarter as large as what others use
+
+    def take(self, like: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        storage = torch.UntypedStorage(0, device=like.device)
+        self._blocks.fill(storage, num_bytes)
+        return like.new_empty(0, dtype=torch.uint8).set_(storage, 0, (num_bytes,), (1,))
+
+    def give_back(self, *taken: torch.Tensor) -> None:
+        for tensor in taken:
+            self._blocks.empty(tensor.untyped_storage())
 
 
 class Steps:
