@@ -4,8 +4,10 @@ sight; bytes are those that layouts plan with; feedback makes sums over steps ex
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +15,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from shardwise.comm.wires.format import add_up, decode, encode
+from shardwise.comm.wires import format as formats
+from shardwise.comm.wires import steps
+from shardwise.comm.wires.format import add_up, decode, encode, encode_with_rest
 from shardwise.comm.wires.gather import gather
 from shardwise.comm.wires.reduce import Feedback, Result, all_reduce, reduce
 from shardwise.comm.wires.steps import Buffers, Chunks
@@ -108,10 +112,22 @@ def test_what_is_not_finite_stays_so(
     assert not summed(form, rows)[at].isfinite()
 
 
+@given(st.integers(0, 5000), st.integers(1, 4000), st.integers(1, 3))
+def test_cutting_adds_no_bytes(numel: int, segment: int, num_counts: int) -> None:
+    for form in (Format("int8", 48), Format("bf16")):
+        with segments_of(segment):
+            cuts = steps.cut(numel + 99, form, torch.empty(0))  # others have more
+            sizes = steps.piece_sizes(form, 4, numel, num_counts, cuts)
+        assert sum(sizes) == form.num_bytes(numel, 4, num_counts)
+
+
 @given(FORMS, ROWS)
 def test_bits_depend_on_a_row_alone(form: Format, values: list[list[float]]) -> None:
+    """Not on the slices in which it is worked on either."""
     rows = torch.tensor(values)
-    together = decoded(form, rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "SLICE", 20)
+        together = decoded(form, rows)
     for row, expected in zip(rows, together, strict=True):
         apart = torch.full((1, row.numel() + 5), 3.0)[:, : row.numel()]  # strided otherwise
         apart.copy_(row)
@@ -125,70 +141,96 @@ def test_codes_are_exact_where_values_are_multiples_of_the_scale() -> None:
 
 
 # -- movements, among ranks that are generators in one process ------------------------------------
+SEGMENTS = st.sampled_from([1, steps.SEGMENT])  # 1: four blocks
+
+
+@contextlib.contextmanager
+def segments_of(numel: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "SEGMENT", numel)
+        yield
+
+
 class Together:
-    """Moves bytes among generators that are run in turns: each issues, then all go on."""
+    """Moves bytes among generators that are run in turns: each issues until it waits, and no byte
+    comes before all wait for it.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.posted: dict[int, tuple[Any, ...]] = {}
-
-    def of(self, rank: int) -> Any:
-        return Place(self, rank)
+        self.posted: list[list[tuple[Any, ...]]] = [[] for _ in range(size)]
+        self.num_delivered = 0
 
     def run(self, movings: list[Any]) -> None:
-        while [moving for moving in movings if next(moving, None) is not None]:
-            self.deliver()
+        while any(waits := [next(moving, None) for moving in movings]):
+            assert len(set(waits)) == 1, "all wait for the same"
+            while self.num_delivered < waits[0]:
+                self.deliver(*(posts[self.num_delivered] for posts in self.posted))
 
-    def deliver(self) -> None:
-        assert len(self.posted) == self.size
-        for rank, (kind, out, *_) in self.posted.items():
+    def deliver(self, *posts: tuple[Any, ...]) -> None:
+        self.num_delivered += 1
+        for rank, (kind, out, *rest) in enumerate(posts):
             if kind == "gather":
-                out.copy_(torch.cat([self.posted[r][2] for r in range(self.size)]))
+                out.copy_(torch.cat([post[2] for post in posts]))
             else:
-                pieces = [self.posted[r][2].split(self.posted[r][4])[rank] for r in self.posted]
-                assert [p.numel() for p in pieces] == self.posted[rank][3]
+                pieces = [post[2].split(post[4])[rank] for post in posts]
+                assert [p.numel() for p in pieces] == rest[1]
                 out.copy_(torch.cat(pieces))
-        self.posted.clear()
 
 
 class Place:
+    """A rank among them."""
+
     def __init__(self, all_: Together, rank: int) -> None:
-        self.all, self.rank, self.size = all_, rank, all_.size
+        self.posts, self.rank, self.size = all_.posted[rank], rank, all_.size
         self.buffers = Buffers()
 
-    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> str:
-        self.all.posted[self.rank] = ("gather", out, part)
-        return "work"
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> int:
+        return self.post("gather", out.fill_(0xA5), part)
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, out_sizes: list[int], in_sizes: list[int]
-    ) -> str:
-        self.all.posted[self.rank] = ("exchange", out, sent, out_sizes, in_sizes)
-        return "work"
+    ) -> int:
+        return self.post("exchange", out.fill_(0xA5), sent, out_sizes, in_sizes)
+
+    def post(self, *what: Any) -> int:
+        self.posts.append(what)
+        return len(self.posts)
 
 
-@given(FORMS, st.lists(st.integers(0, 40), min_size=2, max_size=4), st.integers(0, 99))
-def test_all_ranks_gather_the_same_bits(form: Format, sizes: list[int], seed: int) -> None:
+SIZES = st.one_of(
+    st.lists(st.integers(0, 200), min_size=2, max_size=4),
+    st.tuples(st.integers(0, 200), st.integers(2, 4)).map(lambda both: [both[0]] * both[1]),
+)
+
+
+@given(FORMS, SIZES, SEGMENTS, st.integers(0, 99))
+def test_all_ranks_gather_the_same_bits(
+    form: Format, sizes: list[int], segment: int, seed: int
+) -> None:
     """Parts of any sizes, empty ones too; the owner's part is rounded like everybody's."""
     generator = torch.Generator().manual_seed(seed)
     starts = (0, *itertools.accumulate(sizes))
     parts = [torch.randn(numel, generator=generator) for numel in sizes]
     ranks = Together(len(sizes))
     outs = [torch.full((starts[-1],), 7.0) for _ in sizes]
-    ranks.run(
-        [
-            gather(ranks.of(r), form, part, out, Chunks(starts))
-            for r, (part, out) in enumerate(zip(parts, outs, strict=True))
-        ]
-    )
+    with segments_of(segment):
+        ranks.run(
+            [
+                gather(Place(ranks, r), form, part, out, Chunks(starts))
+                for r, (part, out) in enumerate(zip(parts, outs, strict=True))
+            ]
+        )
     for out in outs:
         assert torch.equal(out, outs[0])
     for r, part in enumerate(parts):
         assert torch.equal(outs[0][starts[r] : starts[r + 1]], decoded(form, part[None])[0])
 
 
-@given(FORMS, st.lists(st.integers(0, 40), min_size=2, max_size=4), st.integers(0, 99))
-def test_owners_get_the_sum_of_what_was_rounded(form: Format, sizes: list[int], seed: int) -> None:
+@given(FORMS, SIZES, SEGMENTS, st.booleans(), st.integers(0, 99))
+def test_owners_get_the_sum_of_what_was_rounded(
+    form: Format, sizes: list[int], segment: int, feeds: bool, seed: int
+) -> None:
     """In the order of ranks, whoever owns it: the sum depends on no rank's place in a ring."""
     world, num_counts = len(sizes), 2
     generator = torch.Generator().manual_seed(seed)
@@ -200,32 +242,43 @@ def test_owners_get_the_sum_of_what_was_rounded(form: Format, sizes: list[int], 
         packed[0][start - 1] = float(r % 2)
     ranks = Together(world)
     results = [Result(torch.empty(numel), torch.empty(num_counts), 0.5) for numel in sizes]
-    ranks.run(
-        [
-            reduce(ranks.of(r), form, packed[r], Chunks(starts), num_counts, results[r])
-            for r in range(world)
-        ]
-    )
+    rests = [Feedback() if feeds else None for _ in sizes]  # which is empty the first time
+    with segments_of(segment):
+        ranks.run(
+            [
+                reduce(
+                    Place(ranks, r),
+                    form,
+                    packed[r],
+                    Chunks(starts),
+                    num_counts,
+                    results[r],
+                    rests[r],
+                )
+                for r in range(world)
+            ]
+        )
     for r, numel in enumerate(sizes):
         rows = torch.stack([each[starts[r] : starts[r] + numel] for each in packed])
         assert torch.equal(results[r].data, summed(form, rows) * 0.5)
         assert results[r].counts.tolist() == [world, float(r % 2)]
 
 
-@given(FORMS, st.integers(2, 4), st.integers(0, 300), st.integers(0, 99))
+@given(FORMS, st.integers(2, 4), st.integers(0, 700), SEGMENTS, st.integers(0, 99))
 def test_an_all_reduce_gives_all_the_same_bits(
-    form: Format, world: int, data: int, seed: int
+    form: Format, world: int, data: int, segment: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     given_ = [torch.randn(data + 1, generator=generator) for _ in range(world)]
     for each in given_:
         each[-1] = 1.0
-    size = -(-data // (world * form.block)) * form.block
+    size = -(-data // (world * 16)) * 16
     starts = [min(r * size, data) for r in range(world + 1)]
     parts = tuple(starts[r + 1] - starts[r] for r in range(world))
     outs = [each.clone() for each in given_]
     ranks = Together(world)
-    ranks.run([all_reduce(ranks.of(r), form, outs[r], parts, 1) for r in range(world)])
+    with segments_of(segment):
+        ranks.run([all_reduce(Place(ranks, r), form, outs[r], parts, 1) for r in range(world)])
     for out in outs:
         assert torch.equal(out, outs[0]) and out[-1] == world
     for start, numel in zip(starts, parts, strict=False):
@@ -240,17 +293,17 @@ def test_feedback_makes_sums_over_steps_exact() -> None:
     feedback the error of equal gradients adds up.
     """
     torch.manual_seed(0)
-    form, steps = INT8, 200
+    form, num_steps = INT8, 200
     gradient = torch.randn(1, 64)
     sent, plain = torch.zeros(1, 64), torch.zeros(1, 64)
     feedback, buffer = Feedback(), coded(form, gradient)
-    for _ in range(steps):
-        feedback.encode("here", form, gradient, buffer)
+    for _ in range(num_steps):
+        encode_with_rest(form, gradient, feedback.rest("here", gradient), buffer)
         back = torch.empty_like(gradient)
         decode(form, buffer, back)
         sent += back
         plain += decoded(form, gradient)
-    exact = gradient.double() * steps
+    exact = gradient.double() * num_steps
     error = (sent.double() - exact).abs()
     once = gradient.abs().max().item() / 254
     assert error.max() < 1.1 * once + 1e-3, "one rounding, and float32 sums of 200 steps"
@@ -263,11 +316,11 @@ def test_feedback_forgets_a_step_that_is_not_finite() -> None:
     feedback, rows = Feedback(), torch.ones(1, 32)
     rows[0, 3] = math.inf
     buffer = coded(INT8, rows)
-    feedback.encode("here", INT8, rows, buffer)
+    encode_with_rest(INT8, rows, feedback.rest("here", rows), buffer)
     back = torch.empty(1, 32)
     decode(INT8, buffer, back)
     assert back[0, :16].isnan().all() and back[0, 16:].isfinite().all()
-    feedback.encode("here", INT8, torch.ones(1, 32), buffer)
+    encode_with_rest(INT8, torch.ones(1, 32), feedback.rest("here", rows), buffer)
     decode(INT8, buffer, back)
     assert torch.allclose(back, torch.ones(1, 32), rtol=0.01)
 

@@ -36,6 +36,7 @@ from ranks import on_ranks
 from shardwise import Wire
 from shardwise.bench.traffic import count_collectives, count_ours
 from shardwise.comm.c10d import wired
+from shardwise.comm.wires import steps
 from shardwise.engine.core.state import units_in
 from shardwise.errors import DivergenceError, NonFiniteError, UsageError
 
@@ -375,12 +376,17 @@ BYTES = [
 ]
 
 
+@pytest.mark.parametrize("segment", [1, steps.SEGMENT])
 @pytest.mark.parametrize(
     ("strategy", "wire"), BYTES, ids=lambda v: v.text if isinstance(v, Wire) else str(v)
 )
 @on_ranks(4)
-def test_bytes_are_those_of_the_layout(strategy: str, wire: Wire, rank: int, world: int) -> None:
+def test_bytes_are_those_of_the_layout(
+    strategy: str, wire: Wire, segment: int, rank: int, world: int
+) -> None:
+    """In whatever segments they travel; and the gradients are those of one segment."""
     with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(steps, "SEGMENT", segment)
         counter = Counter(monkeypatch)
         mesh = line(4) if strategy == "full_shard" else grid(2, 2)
         model = sharded(make(Wide), wire, strategy=strategy, mesh=mesh)
@@ -403,6 +409,10 @@ def test_bytes_are_those_of_the_layout(strategy: str, wire: Wire, rank: int, wor
             # Of a unit of 1,056 elements in 4 parts: two gathers and a reduction, a part from the
             # other host each; the reduction's with a flag for each of 2 parameters, in 16 bytes.
             assert across == 2 * (3 * 1056 + 16)
+        times = 3 if wire.axis == "both" else 1
+        model.zero_grad()
+        loss_of(model(batch(Wide, 0, rank))).backward()
+        check_gradients(model, wire, world, times, [[batch(Wide, 0, r)] for r in range(4)], Wide)
 
 
 @on_ranks(2)

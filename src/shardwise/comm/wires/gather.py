@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm.wires.format import decode, encode
-from shardwise.comm.wires.steps import Chunks, Mover, Moving
+from shardwise.comm.wires.steps import Chunks, Mover, Moving, cut, piece_sizes
 from shardwise.layout import Format
 
 
@@ -27,16 +27,35 @@ def gather(
     in it, of the stored or the gather dtype.
     """
     size, itemsize, buffers = mover.size, packed.itemsize, mover.buffers
-    sizes = [form.num_bytes(chunks.numel(r), itemsize) for r in range(size)]
-    own = buffers.take(packed, sizes[mover.rank])
-    encode(form, part.unsqueeze(0), own.unsqueeze(0))
-    coded = buffers.take(packed, sum(sizes))
-    if chunks.is_even:
-        yield mover.all_gather(coded, own)
-    else:
-        yield mover.all_to_all(coded, own.repeat(size), sizes, [own.numel()] * size)
-    decode_all(form, coded, packed, chunks, sizes)
+    if not chunks.is_even:
+        yield from _gather_uneven(mover, form, part, packed, chunks)
+        return
+    cuts = cut(part.numel(), form, packed)
+    sizes = piece_sizes(form, itemsize, part.numel(), 0, cuts)
+    own, coded = buffers.take(packed, sum(sizes)), buffers.take(packed, size * sum(sizes))
+    arriving = coded.split([size * num_bytes for num_bytes in sizes])
+    works = []
+    for (start, stop), sent, into in zip(cuts, own.split(sizes), arriving, strict=True):
+        encode(form, part[start:stop].unsqueeze(0), sent.unsqueeze(0))
+        works.append(mover.all_gather(into, sent))
+    rows = packed.view(size, -1)
+    for (start, stop), into, work in zip(cuts, arriving, works, strict=True):
+        yield work
+        decode(form, into.view(size, -1), rows[:, start:stop])
     buffers.give_back(own, coded)
+
+
+def _gather_uneven(
+    mover: Mover, form: Format, part: torch.Tensor, packed: torch.Tensor, chunks: Chunks
+) -> Moving:
+    sizes = [form.num_bytes(chunks.numel(r), packed.itemsize) for r in range(mover.size)]
+    own = packed.new_empty(sizes[mover.rank], dtype=torch.uint8)
+    encode(form, part.unsqueeze(0), own.unsqueeze(0))
+    coded = own.new_empty(sum(sizes))
+    sent = own.repeat(mover.size)
+    yield mover.all_to_all(coded, sent, sizes, [own.numel()] * mover.size)
+    for row, (_, target) in zip(coded.split(sizes), chunks.rows(packed), strict=True):
+        decode(form, row.unsqueeze(0), target)
 
 
 def gather_by_hosts(
@@ -60,14 +79,3 @@ def gather_by_hosts(
     for rows, target in zip(spread.view(inside, hosts, num_bytes), parts, strict=True):
         decode(form, rows, target)
     buffers.give_back(own, across, spread)
-
-
-def decode_all(
-    form: Format, coded: torch.Tensor, packed: torch.Tensor, chunks: Chunks, sizes: list[int]
-) -> None:
-    """Rows of bytes, of `sizes`, to chunks of elements."""
-    if chunks.is_even:
-        decode(form, coded.view(len(sizes), -1), packed.view(len(sizes), -1))
-        return
-    for row, (_, target) in zip(coded.split(sizes), chunks.rows(packed), strict=True):
-        decode(form, row.unsqueeze(0), target)

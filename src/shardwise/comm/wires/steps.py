@@ -21,8 +21,9 @@ from shardwise.comm.blocks import Blocks
 from shardwise.comm.ordered import Ordered
 from shardwise.comm.transport import Bucket
 from shardwise.errors import DivergenceError, PeerTimeoutError
-from shardwise.layout import Packing
+from shardwise.layout import Format, Packing
 
+SEGMENT = 2**20  # elements
 Work = Any  # has wait()
 Moving = Generator[Work, None, None]
 
@@ -86,6 +87,29 @@ class Steps:
                 raise transport.failure(self._what, error) from error
             self._work = next(self._moving, None)
         self._moving = self._keeps = None
+
+
+def cut(numel: int, form: Format, like: torch.Tensor) -> list[tuple[int, int]]:
+    """Where a piece of so many elements is cut into segments that travel one after the other: on
+    CPU, where the next is encoded, and the one before added up, meanwhile. All but the last take
+    bytes in multiples of what pieces do, so that cutting adds none.
+    """
+    step = -(-SEGMENT // (4 * form.block)) * 4 * form.block
+    if like.device.type != "cpu" or numel <= step:
+        return [(0, numel)]
+    return [(at, min(at + step, numel)) for at in range(0, numel, step)]
+
+
+def piece_sizes(
+    form: Format, itemsize: int, numel: int, num_counts: int, cuts: list[tuple[int, int]]
+) -> list[int]:
+    """Bytes of each segment of a piece, which may end before the last; counts follow its end."""
+    sizes = []
+    for start, stop in cuts:
+        ends = numel <= stop and (numel > start or start == 0)
+        size = max(min(numel, stop) - start, 0)
+        sizes.append(form.num_bytes(size, itemsize, num_counts if ends else 0))
+    return sizes
 
 
 @dataclass(frozen=True, slots=True)
