@@ -292,3 +292,70 @@ def test_parameters_of_no_unit_step_at_once() -> None:
     with slowed():
         optimizer.step()
         assert weight.detach().eq(0.0).all()
+
+
+@contextlib.contextmanager
+def noted(model: Any) -> Iterator[list[str]]:
+    """What the main thread does: `hand` a unit over, `wait` for its step, `run` and `back` of a
+    layer. A wait stands before the gather of its unit.
+    """
+    events: list[str] = []
+    units = {unit.mark: unit for unit in units_in(model)}
+
+    def name_of(mark: Any) -> str:
+        name = units[mark].name
+        return name.removeprefix("layers.") if name.startswith("layers.") else "R"
+
+    hand, finish = behind.Behind._submit, behind.Behind.finish_unit
+
+    def submit(self: Any, gradients: Any, ready: Any) -> None:
+        hand(self, gradients, ready)
+        events.append(f"hand {name_of(next(iter(gradients))._mark)}")
+
+    def finish_unit(self: Any, mark: Any) -> None:
+        if mark in self._steps:
+            events.append(f"wait {name_of(mark)}")
+        finish(self, mark)
+
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, i=i: events.append(f"run {i}"))
+        layer.register_full_backward_pre_hook(lambda *_, i=i: events.append(f"back {i}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(behind.Behind, "_submit", submit)
+        patch.setattr(behind.Behind, "finish_unit", finish_unit)
+        yield events
+
+
+def order_of(model: Any, optimizer: Any, rank: int, *, steps: bool) -> str:
+    """Of the third step, when the order of units is known."""
+    with noted(model) as events:
+        for number in range(3):
+            events.clear()
+            loss_of(model(batch(model, number, rank))).backward()
+            if steps:
+                optimizer.step()
+            optimizer.zero_grad()
+    return " | ".join(events)
+
+
+@on_ranks(2)
+def test_order_beside_a_forward(rank: int, world: int) -> None:
+    """Units are gathered one ahead: while 0 computes, 1 has to have stepped, and 2 has not."""
+    model = Setting("full_shard").shard(make(Mlp), world)
+    sw.set_prefetch(model, True)
+    assert order_of(model, in_background(model), rank, steps=True) == (
+        "wait R | wait 0 | wait 1 | run 0 | wait 2 | run 1 | run 2 | "
+        "back 2 | back 1 | back 0 | hand R | hand 0 | hand 1 | hand 2"
+    )
+
+
+@on_ranks(2)
+def test_order_beside_a_backward(rank: int, world: int) -> None:
+    """A unit is handed over when its sums are delivered: one reduction is in flight."""
+    model = Setting("full_shard").shard(make(Mlp), world)
+    sw.set_prefetch(model, True)
+    sw.step_in_backward(model, optimizer := in_background(model))
+    assert order_of(model, optimizer, rank, steps=False) == (
+        "wait R | wait 0 | wait 1 | run 0 | wait 2 | run 1 | run 2 | "
+        "back 2 | hand R | back 1 | hand 2 | back 0 | hand 1 | hand 0"
+    )
