@@ -47,6 +47,34 @@ def test_blocks_that_share_a_unit_and_names_that_do_not_follow(capsys) -> None:
     assert _span(["m.0.n.1", "m.0.n.2"]) == "m.0.n.1-2" and _span(["m.0.n"]) is None
 
 
+def test_wires_with_their_error_and_their_bytes(capsys) -> None:
+    wire = [
+        "--shard.gather_wire",
+        "int8",
+        "--shard.reduce_wire",
+        "bf16",
+        "--shard.wire_block",
+        "64",
+    ]
+    assert main(["explain", *wire]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "gather int8, reduce bf16" in shown and "transport auto: c10d" in shown
+    assert "weights in use each at most 1/254 (0.4%) of the largest of its 64" in shown
+    assert "gradients each at most 2^-8 (0.4%) of itself" in shown
+    assert main(["explain"]) == 0
+    assert "wire" not in capsys.readouterr().out
+    received = {}
+    for name in ("exact", "bf16", "int8"):
+        both = ["--shard.gather_wire", name, "--shard.reduce_wire", name]
+        assert main(["explain", *both, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        received[name] = found["received_bytes"]
+        expected = "exact" if name == "exact" else f"gather {name}, reduce {name}"
+        assert {unit["wire"] for unit in found["units"]} == {expected}
+    assert received["bf16"] == pytest.approx(received["exact"] / 2, rel=0.01)
+    assert received["int8"] == pytest.approx(received["exact"] * (1 + 4 / 128) / 4, rel=0.01)
+
+
 def test_json(capsys) -> None:
     arguments = ["explain", "--model.dim", "512", "--model.layers", "2", "--json"]
     override = ["--shard.overrides", '["blocks.1=shard_grad_op:c10d"]']

@@ -285,6 +285,10 @@ def test_the_decoder_is_shrunk_and_a_model_of_ones_own_is_not(tmp_path: Path) ->
     assert (config.train.global_batch, config.train.micro_batch) == (16, 4)
     own = load_config(job(tmp_path, "Sound")).config
     assert shrunk(own, 4, 4).model == own.model
+    wires = [("shard.gather_wire", "int8"), ("shard.reduce_wire", "int8")]
+    wires += [("shard.error_feedback", "true"), ("shard.host_ranks", "2")]
+    section = shrunk(load_config(None, wires).config, 4, 4).shard
+    assert section == shrunk(load_config(None, []).config, 4, 4).shard, "rounding is no mistake"
 
 
 def test_which_variants_there_are(tmp_path: Path) -> None:

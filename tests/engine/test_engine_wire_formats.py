@@ -30,12 +30,15 @@ from engine_kit import (
     make,
     units_of,
 )
+from test_seams_layout import OnOneRank
 
 import shardwise as sw
 from ranks import on_ranks
 from shardwise import Wire
 from shardwise.bench.traffic import count_collectives, count_ours
+from shardwise.comm import choose
 from shardwise.comm.c10d import wired
+from shardwise.comm.c10d.transport import C10dTransport
 from shardwise.comm.wires import steps
 from shardwise.engine.core.state import units_in
 from shardwise.errors import DivergenceError, NonFiniteError, UsageError
@@ -483,6 +486,69 @@ def test_ranks_with_other_formats_are_told(rank: int, world: int) -> None:
     with pytest.raises(DivergenceError, match="reduce_"):
         for _ in range(2):
             loss_of(model(batch(Mlp, 0, rank))).backward()
+
+
+@on_ranks(4)
+def test_kept_as_a_part_and_whole_on_one_rank(rank: int, world: int) -> None:
+    """The backward gathers from parts of what the forward used; a matrix that one rank owns travels
+    in pieces of its own sizes.
+    """
+    model = sharded(make(Mlp), INT8, reshard_after_forward=2)
+    loss_of(model(batch(Mlp, 0, rank))).backward()
+    check_gradients(model, INT8, world, 1, [[batch(Mlp, 0, r)] for r in range(4)], Mlp)
+
+    def place(_: nn.Parameter) -> OnOneRank:
+        return OnOneRank(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardwise.layout.bucket.SMALL_PADDING_BYTES", 0)  # else padding pays here
+        for wire in (INT8, Wire("bf16", "int8", error_feedback=True, host_ranks=2)):
+            model = sharded(make(Wide), wire, shard_placement_fn=place)
+            assert not any(b.layout.sends_padded for u in units_in(model) for b in u.buckets)
+            loss_of(model(batch(Wide, 0, rank))).backward()
+            check_gradients(model, wire, world, 1, [[batch(Wide, 0, r)] for r in range(4)], Wide)
+
+
+@on_ranks(2)
+def test_from_meta_compiled_and_recomputed(rank: int, world: int) -> None:
+    with torch.device("meta"):
+        model = Wide()
+    sw.shard_model(model, unit=["Linear"], wire=INT8, activation_checkpointing=True)
+    sw.materialize(model, seed=0)
+    assert same_on_all_ranks(gathered(model))
+    loss_of(model(batch(Wide, 0, rank))).backward()
+    weights = {n: full(p) for n, p in model.named_parameters()}
+    twin = Wide()
+    twin.load_state_dict(weights)
+    oracle = Plain(twin, world)
+    oracle.step(0)
+    for name, got in grads_of(model).items():
+        want = oracle.grads()[name]  # of weights that are rounded to 1/254
+        assert (got - want).abs().max() <= 0.05 * want.abs().max(), name
+
+
+@on_ranks(1)
+def test_alone_nothing_travels(rank: int, world: int) -> None:
+    model = sharded(make(Mlp), INT8)
+    loss_of(model(batch(Mlp, 0, rank))).backward()
+    oracle = Plain(make(Mlp), world)
+    oracle.step(0)
+    for name, got in grads_of(model).items():
+        assert torch.equal(got, oracle.grads()[name])
+
+
+@on_ranks(2)
+def test_a_transport_of_ones_own_may_take_them(rank: int, world: int) -> None:
+    class Mine(C10dTransport):
+        name = "mine"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "_ENTRIES", dict(choose._ENTRIES))
+        choose.register_transport("mine", lambda reach: Mine(reach.shard, reach.replicate))
+        model = sharded(make(Mlp), INT8, transport="mine")
+    assert {u.transport.name for u in units_in(model)} == {"mine"}
+    loss_of(model(batch(Mlp, 0, rank))).backward()
+    check_gradients(model, INT8, world, 1, [[batch(Mlp, 0, r)] for r in range(2)], Mlp)
 
 
 @on_ranks(2)

@@ -509,6 +509,8 @@ def test_json(capsys: pytest.CaptureFixture) -> None:
     assert main(["import-config", str(path), "--json", "--ranks", "16"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["settings"]["shard.strategy"] == "hybrid_full_optimizer"
+    assert found["settings"]["shard.gather_wire"] == "int8"
+    assert found["settings"]["shard.reduce_wire"] == "int8"
     assert sum(found["counts"].values()) == len(found["rows"])
     assert tomllib.loads(found["toml"])["train"]["global_batch"] == 64
     rows = {row["key"]: row for row in found["rows"]}

@@ -91,10 +91,43 @@ def test_override(key, text, value):
         ("data.held_out", "1", "is not between 0 and 1"),
         ("log.profile_steps", "3,121", "121 is above train.steps = 120: it would never be traced"),
         ("data.token_dtype", "uint8", "has no effect: data.source names no .bin file"),
+        ("shard.gather_wire", "int4", "expected 'exact' or 'bf16' or 'int8', found \"int4\""),
+        ("shard.wire_block", "32", "has no effect: shard.reduce_wire is 'exact'"),
+        ("shard.error_feedback", "true", "has no effect: shard.reduce_wire is 'exact'"),
+        ("shard.host_ranks", "-1", "-1 is below 0"),
     ],
 )
 def test_refused_override(key, text, expected):
     assert expected in refused([(key, text)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["reduce_wire=int8", "transport=shared_memory"], "needs shard.transport = c10d (or auto)"),
+        (["gather_wire=int8", "strategy=no_shard"], "gather_wire: no_shard gathers nothing"),
+        (["gather_wire=int8", "overrides=head=no_shard"], "gather_wire: no_shard gathers nothing"),
+        (["gather_wire=bf16", "overrides=head=:shared_memory"], "takes no wire formats; c10d does"),
+        (["host_ranks=2", "strategy=no_shard"], "has no shard axis across hosts"),
+        (["reduce_wire=int8", "wire_block=40"], "40 is no multiple of 16; use 128"),
+        (["reduce_wire=bf16", "run.reproducible=any_world"], "any_world needs exact ones"),
+        (["host_ranks=2", "run.reproducible=any_world"], "has an order of sums of its own"),
+        (
+            ["reduce_wire=int8", "error_feedback=true", "run.reproducible=same_world"],
+            "error_feedback: is in no checkpoint",
+        ),
+    ],
+)
+def test_what_wires_do_not_go_with(overrides, expected):
+    pairs = [entry.split("=", 1) for entry in overrides]
+    found = refused([(k if "." in k else f"shard.{k}", value) for k, value in pairs])
+    assert expected in found and "\n" not in found
+
+
+def test_hosts_that_do_not_fit_the_ranks():
+    loaded = load_config(None, [("shard.host_ranks", "4"), ("shard.reduce_wire", "int8")])
+    found = {n: [key for key, _ in world_problems(loaded.on(n).config, n)] for n in (4, 6, 8)}
+    assert found == {4: [], 6: ["shard.host_ranks"], 8: []}
 
 
 def test_ineffective_keys_are_refused_only_where_they_were_set():

@@ -160,6 +160,21 @@ def test_bfloat16_and_activation_checkpointing_learn(rank, tmp_path):
 
 
 @on_ranks(2)
+def test_wires_train_and_continue_alike(rank, tmp_path):
+    """What is saved is exact, so a run that was stopped goes on as if it had not been; its losses
+    are near those without a wire.
+    """
+    wire = {"shard__gather_wire": "int8", "shard__reduce_wire": "bf16"}
+    run_job(tmp_path / "whole", **wire)
+    run_job(tmp_path / "parts", stop_after=3, **wire)
+    run_job(tmp_path / "parts", **wire)
+    run_job(tmp_path / "exact", shard__transport="c10d")
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+    whole, exact = ([row["loss"] for row in read_rows(tmp_path / n)] for n in ("whole", "exact"))
+    assert whole != exact and whole == pytest.approx(exact, rel=0.01)
+
+
+@on_ranks(2)
 def test_a_finished_run_says_so_and_can_be_prolonged(rank, tmp_path):
     run = tmp_path / "run"
     run_job(run)

@@ -82,7 +82,7 @@ _IN_ZERO = {
         "enable_sanity_checks compute_grad_norm save_muon_momentum_buffer_in_memory "
         "cpu_offload_use_pin_memory mics_hierarchical_params_gather"
     ),
-    "goes with quantized gradients": "zeropp_loco_param.*",
+    "feedback of what rounding lost is shard.error_feedback": "zeropp_loco_param.*",
 }
 _SKIPPED = {f: " ".join(f"{_ZERO}.{key}" for key in keys.split()) for f, keys in _IN_ZERO.items()}
 _SKIPPED |= {
@@ -268,9 +268,14 @@ def _sharding(part: Part) -> None:
         part.becomes(f"{_ZERO}.stage", "shard.strategy", hybrid, "within groups")
     elif stage is not None:
         part.becomes(f"{_ZERO}.stage", "shard.strategy", _STAGES[stage], notes.get(stage, ""))
-    for name in ("weights", "gradients", "nontrainable_weights"):
-        refusal = "nothing is sent quantized; bfloat16 (shard.param_dtype, shard.reduce_dtype)"
-        part.switch(f"{_ZERO}.zero_quantized_{name}", refusal)
+    for name, ours in (("weights", "shard.gather_wire"), ("gradients", "shard.reduce_wire")):
+        key = f"{_ZERO}.zero_quantized_{name}"
+        if stage == 3:
+            part.turns_on(key, ours, "int8", "a scale for each block of 128")
+        else:
+            part.skip(key, "has an effect in stage 3 only")
+    refusal = "frozen weights travel as they are; shard.gather_wire rounds what trains"
+    part.switch(f"{_ZERO}.zero_quantized_nontrainable_weights", refusal)
     if part.choice("gradient_allreduce_op", {"mean": True, "sum": False}) is False:
         part.refuse("gradient_allreduce_op", "means over ranks; scale the loss by their number")
     part.same_if("gradient_allreduce_op", str(part.get("gradient_allreduce_op")).lower() == "mean")
