@@ -34,6 +34,8 @@ class RunConfig:
     """auto: GPUs where torch sees them, else CPU."""
     threads: int = 0
     """CPU threads of each rank; 0: OMP_NUM_THREADS, or cores / ranks (1 under any_world)."""
+    numa: Literal["auto", "off"] = "auto"
+    """auto: where the host has several memory nodes, a rank keeps to the cores of its GPU's."""
     reproducible: Literal["off", "same_world", "any_world"] = "off"
     """The same numbers to the last bit: on every run with the same ranks, or on any number."""
 

@@ -34,6 +34,7 @@ from shardwise.train.config import Config
 from shardwise.train.config_file import LoadedConfig
 from shardwise.train.job import train
 from shardwise.train.meeting import stay_on_loopback
+from shardwise.train.numa import bind
 from shardwise.train.restarts import EXIT_ERROR, EXIT_FINAL, EXIT_OTHER_RANK, EXIT_USER
 from shardwise.train.stop import LAUNCHER_VARIABLE, StopRequest
 from shardwise.train.waiting import be_patient
@@ -54,6 +55,8 @@ def run_rank(loaded: LoadedConfig, stop: StopRequest) -> int:
     ranks: Ranks | None = None
     try:
         device = _device(loaded)
+        if loaded.config.run.numa == "auto":
+            bind(device)
         found = _join(device, stop)
         if found is None:
             return 0

@@ -129,7 +129,7 @@ def _cores(host: Host) -> Iterator[Finding]:
             "memory lies on several nodes",
             f"/sys/devices/system/node: {host.numa_nodes} NUMA nodes",
             "a rank whose threads wander reads memory of the other node, at about half the speed",
-            "numactl --cpunodebind=0 --membind=0 shardwise train job.toml   # a node each job",
+            "numactl --cpunodebind=0 --membind=0 torchrun script.py   # jobs do it (run.numa)",
         )
 
 
