@@ -13,10 +13,11 @@ from pathlib import Path
 BUDGETS = {
     "engine, comm, layout": 20_590,  # 1,290: wire formats, from the setting to the collectives
     "offload": 1_720,  # chunks, kernel on views, files with direct I/O, streams, state in and out
+    "replicas": 850,  # rounds, outer step, streams: DiLoCo
     "checkpoint": 5_270,  # 70: the state of offloaded optimizers in pieces, out and in
-    "train": 10_900,  # 340: hosts, mesh, link; 140: keys of wire formats; 120: [offload]
+    "train": 11_095,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links
-    "cli, plan": 1_290,  # explain and plan, hardware files; the step's time is still to come
+    "cli, plan": 1_400,  # explain and plan, replicas: 105; the step's time is still to come
     "importing": 2_240,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
     ".": 1_035,  # what lies beside the packages
 }

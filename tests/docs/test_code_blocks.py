@@ -32,6 +32,7 @@ from shardwise.bench.command import parser as bench_parser
 from shardwise.bench.engines import parse_engines
 from shardwise.bench.workload import workload_named
 from shardwise.cli import main as shardwise_main
+from shardwise.cli.replicas import parser as replicas_parser
 from shardwise.doctor.command import parser as verify_parser
 from shardwise.doctor.command import plan_of
 from shardwise.doctor.examine import parse_arguments as parse_doctor
@@ -196,6 +197,9 @@ def _shardwise(words: list[str], folder: Path) -> None:
         return
     if words[0] == "doctor":
         parse_doctor(words[1:])
+        return
+    if words[0] == "replicas":
+        assert replicas_parser().parse_args(words[1:]).dir
         return
     if words[0] == "data":
         assert load_config(folder / words[1], parse(words[2:]).overrides)

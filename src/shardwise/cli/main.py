@@ -44,6 +44,10 @@ _COMMANDS = {
         "shardwise.doctor.examine",
         "what is in the way on this machine, or was wrong with a run; and what to write",
     ),
+    "replicas": (
+        "shardwise.cli.replicas",
+        "where replicas that train apart meet every so many steps (DiLoCo)",
+    ),
     "import-config": (
         "shardwise.importing.command",
         "what a file of DeepSpeed, Accelerate or the Trainer means here, key by key",

@@ -247,6 +247,16 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicasConfig:
+    coordinator: str = ""
+    """host:port of `shardwise replicas`, through which this job meets others; empty: alone."""
+    name: str = ""
+    """Of this replica among them, the same after a restart; empty: host name and run.dir."""
+    wire: Literal["exact", "int8"] = "exact"
+    """How what was learnt travels: float32, or a byte an element."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointConfig:
     every: int = 20
     """Steps between checkpoints; the last step and SIGTERM save too. 0: only these."""
@@ -291,6 +301,7 @@ class Config:
     offload: OffloadConfig = OffloadConfig()
     shard: ShardConfig = ShardConfig()
     mesh: MeshConfig = MeshConfig()
+    replicas: ReplicasConfig = ReplicasConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 

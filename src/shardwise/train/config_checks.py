@@ -30,6 +30,7 @@ from shardwise.train.config import (
     parse_override,
 )
 from shardwise.train.optimizer_keys import num_states, takes
+from shardwise.train.replica_keys import replica_ineffective, replica_problems
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 from shardwise.train.trackers import tracker_problem
 from shardwise.train.wire_keys import wire_ineffective, wire_problems, wire_world_problems
@@ -68,6 +69,7 @@ def ineffective(config: Config) -> dict[str, tuple[str, str]]:
     if config.offload.optimizer == "none":
         for key in ("chunk", "step_on", "in_background"):
             found[f"offload.{key}"] = "offload.optimizer", "is 'none'"
+    found |= replica_ineffective(config)
     return found | _ineffective_of_optim(config.optim) | wire_ineffective(config)
 
 
@@ -300,6 +302,7 @@ def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
             text += f"{counted(replicate * shard, 'rank')}, not the {world_size} of this job; "
             found.append(("mesh.shard", f"{text}use -1 for all that are left"))
     found += wire_world_problems(config, world_size)
+    found += replica_problems(config, world_size)
     if config.run.reproducible == "any_world":
         return found  # micro-batches need not fit the ranks
     batch, micro = config.train.global_batch, config.train.micro_batch

@@ -19,7 +19,9 @@ from shardwise.train.config import (
     LogConfig,
     LoraConfig,
     MeshConfig,
+    OffloadConfig,
     OptimConfig,
+    ReplicasConfig,
     RunConfig,
     ShardConfig,
     TrainConfig,
@@ -68,8 +70,10 @@ class _Command:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 

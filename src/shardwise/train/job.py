@@ -41,6 +41,7 @@ from shardwise.train.model import (
 from shardwise.train.optimizer import build_optimizer, way_of
 from shardwise.train.optimizer_state import bring_to_dtype
 from shardwise.train.record import Record, Warned, start_facts
+from shardwise.train.replica import Replica
 from shardwise.train.resume import find_start
 from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.running import Job
@@ -90,6 +91,8 @@ def _end_well(config: Config, ranks: Ranks) -> None:
 
 
 def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
+    job.replica, joined = Replica.joined(job.config, job.model, job.ranks)
+    notes = [*notes, *([joined] if joined else [])]
     job.link = find_link(job.config, hosts, job.ranks, job.device)
     mesh = describe_mesh(job.config, hosts)
     if job.record is not None and len(hosts) > 1:
@@ -102,6 +105,8 @@ def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
     try:
         with Warned(RunDir(job.config).path, job.ranks.rank):
             end = run_steps(job)
+        if job.replica is not None:
+            job.replica.leave(in_order=True)
         if job.copies is not None:
             job.copies.clear()
         _note_end(job, end, is_well=True)
@@ -116,6 +121,8 @@ def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
         _note_end(job, f"{type(error).__name__}: {error}", is_well=False)
         raise
     finally:
+        if job.replica is not None:
+            job.replica.leave(in_order=False)
         if isinstance(job.optimizer, OffloadedOptimizer):
             job.optimizer.close()
         if job.record is not None:

@@ -77,6 +77,8 @@ def _steps(job: Job, step: Step) -> str:
     while not is_over(job):
         with profiled(job.step + 1, config.log.profile_steps, run_dir.profile, job.ranks.rank):
             row, stopped = step() if job.link is None else _over_link(job, step)
+        if job.replica is not None:
+            row |= job.replica.step()
         last = is_over(job)
         evaluates = _due(config.train.eval_every, job.step, last)
         is_best = False

@@ -20,6 +20,7 @@ from shardwise.train.data import Data
 from shardwise.train.link import Link
 from shardwise.train.metrics import MetricsFile
 from shardwise.train.record import Record
+from shardwise.train.replica import Replica
 from shardwise.train.stop import StopRequest
 from shardwise.train.trackers import Trackers
 from shardwise.train.watch import Watch
@@ -53,6 +54,7 @@ class Job:
     loss: float | None = None  # of the step before
     saved_step: int = 0
     link: Link | None = None  # between hosts, until its cost is told
+    replica: Replica | None = None  # one of several jobs that meet
 
 
 def forward(job: Job, batch: Any) -> dict[str, Tensor]:

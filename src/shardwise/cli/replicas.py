@@ -1,0 +1,104 @@
+"""`shardwise replicas`: the coordinator as a command.
+
+Exit codes: 0 all replicas have left, 2 a mistake (one line on stderr), 1 anything else, 130
+interrupted. Started again with the same --dir it goes on at its round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.errors import CheckpointError, ConfigError
+from shardwise.train.options import CommandParser
+
+_ABOUT = """\
+The process through which replicas of a job meet: each is a `shardwise train` of its own with
+replicas.coordinator = "HOST:PORT", trains --steps steps alone, and then all take a common step.
+
+  shardwise replicas --dir runs/outer --replicas 2 --steps 20
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
+        parser().print_help()
+        return 0
+    try:
+        args = parser().parse_args(arguments)
+        return _serve(args)
+    except (ConfigError, CheckpointError) as error:
+        _say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        _say("interrupted; start it again with the same --dir to go on")
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    result = CommandParser(
+        prog="shardwise replicas",
+        description=_ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = result.add_argument
+    add("--dir", required=True, metavar="DIR", help="where its state is kept")
+    add("--steps", type=_count, default=20, metavar="H", help="that replicas train alone (20)")
+    add("--replicas", type=_count, default=2, metavar="N", help="with which it begins (2)")
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=29600, help="0: any that is free (29600)")
+    add("--lr", type=_number, default=0.7, help="of the outer step (0.7)")
+    add("--momentum", type=_number, default=0.9, help="Nesterov's, of the outer step (0.9)")
+    add("--patience", type=_number, default=300.0, metavar="S", help="with late replicas (300)")
+    return result
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.momentum >= 1:
+        raise ConfigError(f"--momentum: {args.momentum:g} is not below 1")
+    try:
+        listener = socket.create_server((args.host, args.port), backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--port: cannot listen on {args.host}:{args.port} ({error})") from None
+    from shardwise.replicas.coordinator import Coordinator, Meeting
+    from shardwise.replicas.member import TOKEN_VARIABLE
+    from shardwise.replicas.outer import OuterSettings
+
+    meeting = Meeting(
+        args.steps,
+        args.replicas,
+        OuterSettings(args.lr, args.momentum),
+        args.patience,
+        os.environ.get(TOKEN_VARIABLE, ""),
+    )
+    host, port = listener.getsockname()[:2]
+    _say(f"waits for {args.replicas} replicas at {host}:{port}")
+    with listener:
+        Coordinator(meeting, Path(args.dir), _say).serve(listener)
+    _say("all replicas have left")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"shardwise replicas: {text}", file=sys.stderr, flush=True)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected a number from 0, found {text!r}")
+    return value
