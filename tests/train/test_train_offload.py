@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import results, run_job
 
 from ranks import on_ranks, run_ranks
+from shardwise import CPUOffloadPolicy, OffloadPolicy
 from shardwise.errors import ConfigError, OffloadError
 from shardwise.importing.formats import import_file
 from shardwise.offload.files import Calls
 from shardwise.train.config_file import load_config
+from shardwise.train.model import shard
 
 SMALL = {"offload__chunk": "64KiB", "train__steps": 6}
 
@@ -139,3 +142,39 @@ def test_imported(file: str) -> None:
         "offload.directory": "/scratch/swap",
         "offload.step_on": "cpu",
     }
+
+
+ZERO_3 = '{"zero_optimization": {"stage": 3, "offload_param": {"device": "%s"}}}'
+ACCELERATE = """
+distributed_type: FSDP
+fsdp_config: {fsdp_version: 2, fsdp_offload_params: %s, fsdp_reshard_after_forward: true}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("zero.json", ZERO_3 % "cpu", "cpu"),
+        ("zero.json", ZERO_3 % "nvme", None),
+        ("accelerate.yaml", ACCELERATE % "true", "cpu"),
+        ("accelerate.yaml", ACCELERATE % "false", None),
+    ],
+)
+def test_parameters_on_the_host(name: str, text: str, found: str | None, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    settings = import_file(tmp_path / name, 16).settings
+    taken = settings.get("offload.parameters")
+    assert (None if taken is None else taken.value) == found
+
+
+def test_a_job_hands_the_policy_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does takes an accelerator: tests/simulated_device, and `gpu`."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        "shardwise.train.model.shard_model", lambda *_, **options: given.append(options)
+    )
+    monkeypatch.setattr("shardwise.train.model.init_device_mesh", lambda *_, **__: None)
+    for value, kind in (("none", OffloadPolicy), ("cpu", CPUOffloadPolicy)):
+        config = load_config(None, [("offload.parameters", value)]).config
+        shard(torch.nn.Linear(2, 2), config, torch.device("cpu"), 1)
+        assert type(given.pop()["offload_policy"]) is kind

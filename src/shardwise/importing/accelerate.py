@@ -11,8 +11,8 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.importing.account import Part, shown
-from shardwise.importing.common import NO_AXES, NO_OFFLOAD, translate_compute
-from shardwise.importing.deepspeed import offload_optimizer, translate_deepspeed
+from shardwise.importing.common import NO_AXES, translate_compute
+from shardwise.importing.deepspeed import offload_optimizer, offload_parameters, translate_deepspeed
 from shardwise.importing.files import read_document
 from shardwise.importing.fsdp import translate_fsdp
 
@@ -221,7 +221,7 @@ def _deepspeed(part: Part, folder: Path) -> None:
             if key == "offload_optimizer_device":
                 offload_optimizer(below, key, "offload_optimizer_nvme_path", device)
             else:
-                below.refuse(key, NO_OFFLOAD)
+                offload_parameters(below, key, device)
             stage: Any = below.get("zero_stage")
             if isinstance(stage, int) and stage < least:
                 stage_name = below.name("zero_stage")

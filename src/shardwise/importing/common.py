@@ -17,10 +17,14 @@ NO_FLOAT16 = (
     "the same size and the range of float32"
 )
 NO_OFFLOAD = (
-    "a job keeps parameters on the device; a script may have fully_shard(offload_policy="
-    "CPUOffloadPolicy()). Less memory in a job: [offload] for the optimizer's state, more ranks, "
-    "[lora], optim.in_backward, bfloat16"
+    'parameters go to host memory at most (offload.parameters = "cpu"), files are for the '
+    'optimizer\'s state (offload.optimizer = "nvme")'
 )
+NO_ZENFLOW = (
+    "no step waits for a part of the gradients; offload.in_background = true steps all of them "
+    "beside the next forward, to the same bits"
+)
+ON_HOST = "shards, gradients and the optimizer's state; accelerators only"
 NO_AXES = (
     "the job has no tensor, sequence, pipeline or expert axis; fully_shard takes DTensors of other "
     "mesh dims in a script (docs/fsdp2.md)"

@@ -19,6 +19,8 @@ from shardwise.importing.common import (
     NO_AXES,
     NO_FLOAT16,
     NO_OFFLOAD,
+    NO_ZENFLOW,
+    ON_HOST,
     optimizer_refusal,
     translate_batches,
     translate_compute,
@@ -152,8 +154,8 @@ _REFUSED = {
     "datastates": "checkpoints go to run.dir; checkpoint.background writes beside training",
     "compile": "shard.compile = true compiles each unit, without its communication",
     "comet": "there are tensorboard, wandb, mlflow and trackio (log.trackers)",
-    "zenflow": NO_OFFLOAD,
-    f"{_ZERO}.zenflow": NO_OFFLOAD,
+    "zenflow": NO_ZENFLOW,
+    f"{_ZERO}.zenflow": NO_ZENFLOW,
 }
 _HANDLED = [
     *filter(None, _AUTO),
@@ -321,7 +323,7 @@ def _offloading(part: Part) -> None:
         if is_on and where == "offload_optimizer":
             offload_optimizer(part, key, f"{_ZERO}.{where}.nvme_path", device)
         elif is_on:
-            part.refuse(key, NO_OFFLOAD)
+            offload_parameters(part, key, device)
         if is_on:
             if isinstance(stage, int) and stage < least:
                 stage_name = part.name(f"{_ZERO}.stage")
@@ -337,7 +339,16 @@ def _offloading(part: Part) -> None:
         if old == "cpu_offload":
             part.turns_on(f"{_ZERO}.{old}", "offload.optimizer", "cpu", off="stays on the device")
         else:
-            part.switch(f"{_ZERO}.{old}", NO_OFFLOAD, "stays on the device")
+            off = "stays on the device"
+            part.turns_on(f"{_ZERO}.{old}", "offload.parameters", "cpu", ON_HOST, off=off)
+
+
+def offload_parameters(part: Part, key: str, device: str) -> None:
+    """Parameters go to `device`, cpu or nvme."""
+    if device == "cpu":
+        part.becomes(key, "offload.parameters", "cpu", ON_HOST)
+    else:
+        part.refuse(key, NO_OFFLOAD)
 
 
 def offload_optimizer(part: Part, key: str, path_key: str, device: str) -> None:

@@ -8,7 +8,7 @@ are without the prefix `fsdp_`.
 from __future__ import annotations
 
 from shardwise.importing.account import Part
-from shardwise.importing.common import KEPT, NO_OFFLOAD, translate_replicas
+from shardwise.importing.common import KEPT, ON_HOST, translate_replicas
 
 _STRATEGIES = {
     name: name.lower().removeprefix("_")
@@ -55,7 +55,8 @@ def translate_fsdp(part: Part, default_version: int, hosts: int, strategy: str =
     _strategy(part, version, hosts, strategy)
     _units(part)
     for key in ("offload_params", "cpu_offload"):
-        part.switch(key, NO_OFFLOAD, "shards stay on the device")
+        off = "shards stay on the device"
+        part.turns_on(key, "offload.parameters", "cpu", ON_HOST, off=off)
     part.same("use_orig_params", "optimizers always see the parameters one by one")
     part.same("cpu_ram_efficient_loading", "each rank reads its own rows (model.kind hf)")
     part.same("sync_module_states", "weights that differ between ranks are found and made equal")

@@ -17,7 +17,7 @@ from shardwise.importing.account import Part, shown
 from shardwise.importing.common import (
     KEPT,
     NO_FLOAT16,
-    NO_OFFLOAD,
+    ON_HOST,
     optimizer_refusal,
     translate_batches,
     translate_compute,
@@ -362,7 +362,7 @@ def _legacy_fsdp(part: Part, words: list[Any], strategy: str) -> None:
     else:
         part.becomes("fsdp", "shard.strategy", strategy, KEPT if "grad_op" in strategy else "")
     if "offload" in words:
-        part.warn(f"fsdp: offload: {NO_OFFLOAD}")
+        part.becomes("fsdp", "offload.parameters", "cpu", ON_HOST)
 
 
 def _is_there(part: Part, key: str) -> bool:

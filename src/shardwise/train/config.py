@@ -181,6 +181,8 @@ class OptimConfig:
 
 @dataclass(frozen=True, slots=True)
 class OffloadConfig:
+    parameters: Literal["none", "cpu"] = "none"
+    """cpu: shards, gradients and state lie in host memory and come to the device for use."""
     optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where the optimizer's state lies: on the device, in host memory, in files of `directory`."""
     directory: str = ""

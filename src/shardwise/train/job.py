@@ -90,6 +90,18 @@ def _end_well(config: Config, ranks: Ranks) -> None:
         print(said, flush=True)
 
 
+def _on_host_anyway(job: Job) -> list[str]:
+    """What [offload] asks for in vain."""
+    if job.device.type != "cpu":
+        return []
+    found = {"optimizer": "the state is", "parameters": "they are"}
+    return [
+        f"offload.{key} = 'cpu': on CPU {what} in host memory anyway"
+        for key, what in found.items()
+        if getattr(job.config.offload, key) == "cpu"
+    ]
+
+
 def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
     job.replica, joined = Replica.joined(job.config, job.model, job.ranks)
     notes = [*notes, *([joined] if joined else [])]
@@ -97,9 +109,7 @@ def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
     mesh = describe_mesh(job.config, hosts)
     if job.record is not None and len(hosts) > 1:
         job.record.event("hosts", hosts=[asdict(host) for host in hosts])
-    if job.config.offload.optimizer == "cpu" and job.device.type == "cpu":
-        notes = [*notes, "offload.optimizer = 'cpu': on CPU the state is in host memory anyway"]
-    for note in [_describe(job), *([mesh] if mesh else []), *notes]:
+    for note in [_describe(job), *([mesh] if mesh else []), *notes, *_on_host_anyway(job)]:
         job.console.say(note)
     job.console.start(job.step)
     try:

@@ -18,7 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import MixedPrecisionPolicy, materialize, shard_model
+from shardwise import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    materialize,
+    shard_model,
+)
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.engine.services.grouping import choose_units
 from shardwise.engine.services.shard_model import override_for
@@ -150,7 +156,7 @@ def _num_states(config: Config) -> int:
     """Those that take the memory that parameters are in."""
     is_on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
     elsewhere = ("nvme",) if is_on_cpu else ("cpu", "nvme")
-    if config.offload.optimizer in elsewhere:
+    if config.offload.optimizer in elsewhere or config.offload.parameters in elsewhere:
         return 0
     return num_states(config.optim.kind, own_keys(config.optim))
 
@@ -182,6 +188,9 @@ def shard(model: nn.Module, config: Config, device: torch.device, world_size: in
         transport=section.transport,
         wire=wire_of(config),
         mp_policy=policy_of(config),
+        offload_policy=CPUOffloadPolicy()
+        if config.offload.parameters == "cpu"
+        else OffloadPolicy(),
         activation_checkpointing=_CHECKPOINTING[section.activation_checkpointing],
         offload_activations=section.offload_activations,
         gather_limit=gather_limit(config) or None,
