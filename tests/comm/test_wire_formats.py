@@ -93,6 +93,17 @@ def test_sums_are_within_the_sum_of_bounds(form: Format, values: list[list[float
     assert ((found.double() - rows.double().sum(0)).abs() <= bounds + adding).all()
 
 
+@given(FORMS, ROWS, st.integers(1, 9))
+def test_a_mean_is_rounded_once_whatever_the_number_of_ranks(
+    form: Format, values: list[list[float]], world: int
+) -> None:
+    """Ranks with equal gradients: no more is lost than by one of them alone."""
+    row = torch.tensor(values)[:1] / 16
+    found = torch.full((row.shape[1],), 7.0)
+    add_up(form, coded(form, row.repeat(world, 1)), found, 1 / world)
+    torch.testing.assert_close(found, decoded(form, row)[0], rtol=1e-6, atol=1e-44)
+
+
 @given(FORMS, ROWS, st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 10**6))
 def test_what_is_not_finite_stays_so(
     form: Format, values: list[list[float]], bad: float, at: int

@@ -97,6 +97,18 @@ class UnitLayout:
         return sum(r.largest_numel * r.bucket.grad_dtype.itemsize for r in self._last_reduces)
 
     @property
+    def feedback_bytes(self) -> int:
+        """Bytes of what rounding gradients lost, kept for the next ones."""
+        total = 0
+        for reduce in self.reduces:
+            total += _feedback_of(reduce)
+            if self._is_split(reduce.bucket):
+                total += _feedback_of(home_reduce(home_layout(reduce.bucket, 0), reduce))
+            elif reduce.bucket.wire.replicate.feeds_back and reduce.bucket.replicas > 1:
+                total += _FLOAT32 * (reduce.counts_offset + reduce.replica_parts[0])
+        return total
+
+    @property
     def refreshes(self) -> tuple[Collective, ...]:
         """What the first micro-batch behind a write issues more."""
         homes = [home_layout(b, 0) for b in self.buckets if self._is_split(b) and b.full_numel]
@@ -125,6 +137,17 @@ class UnitLayout:
 
 
 _LAST = Moment.POST_BACKWARD
+_FLOAT32 = 4  # bytes
+
+
+def _feedback_of(reduce: ReduceLayout) -> int:
+    """Of a reduction over a shard axis: a float32 for each element that is rounded."""
+    wire = reduce.bucket.wire.shard
+    if not wire.feeds_back or reduce.world == 1:
+        return 0
+    if not reduce.sends_padded:
+        return _FLOAT32 * sum(reduce.data_numel(rank) for rank in range(reduce.world))
+    return _FLOAT32 * reduce.world // (wire.host_ranks or 1) * reduce.counts_offset
 
 
 def gather_of(bucket: BucketLayout, moment: Moment) -> list[Collective]:

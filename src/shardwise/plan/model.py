@@ -3,7 +3,8 @@
 A unit's numbers are those of its `UnitLayout`, the object that the engine allocates and moves by:
 
     kept       shards of parameters, their gradients and optimizer state (AdamW's two moments where
-               nothing else is said); the shards that replicas share out (`hybrid_full_optimizer`)
+               nothing else is said); the shards that replicas share out (`hybrid_full_optimizer`);
+               what rounding gradients lost, where a wire feeds it back
     gathered   the whole parameters, while the unit runs
     received   what a rank takes in per micro-batch: (W-1)/W of what is gathered or reduced, twice
                that of what is summed over replicas
@@ -64,7 +65,7 @@ class PlannedUnit:
         """Parameters, gradients and optimizer state of a rank at the end of a backward."""
         layout = self.layout
         parameters = layout.shard_bytes + layout.middle_bytes
-        return parameters + layout.grad_bytes + self.state_bytes
+        return parameters + layout.grad_bytes + layout.feedback_bytes + self.state_bytes
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
