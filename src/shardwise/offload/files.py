@@ -205,5 +205,6 @@ def _take(path: Path, descriptor: int) -> None:
 
 def aligned(size_bytes: int) -> Tensor:
     """Bytes in memory that begin at a page, as direct I/O wants them."""
-    made: Any = mmap.mmap(-1, max(size_bytes, PAGE))
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    made: Any = mmap.mmap(-1, max(size_bytes, PAGE), flags=flags)
     return torch.frombuffer(made, dtype=torch.uint8)[:size_bytes]
