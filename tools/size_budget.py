@@ -12,7 +12,7 @@ from pathlib import Path
 # serve transports of users too (550); placements that cut rows in ways of their own (270).
 BUDGETS = {
     "engine, comm, layout": 20_590,  # 1,290: wire formats, from the setting to the collectives
-    "offload": 1_720,  # chunks, kernel on views, files with direct I/O, streams, state in and out
+    "offload": 1_800,  # chunks, kernel on views, files with direct I/O, streams, state in and out
     "replicas": 850,  # rounds, outer step, streams: DiLoCo
     "checkpoint": 5_270,  # 70: the state of offloaded optimizers in pieces, out and in
     "train": 11_095,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]

@@ -13,7 +13,7 @@ what it does to the last few elements, it does to the last few of the parameter 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,25 @@ class Chunk:
 
     def piece_of(self, entry: Entry) -> Piece:
         return next(p for p in self.pieces if p.entry is entry)
+
+
+def batches(pieces: Iterable[Piece], numel: int) -> Iterator[list[Piece]]:
+    """The same elements in smaller pieces, at most so many (a multiple of `ALIGN`) together."""
+    batch, room = list[Piece](), numel
+    for piece in pieces:
+        start = piece.start
+        while True:
+            stop = min(start + room, piece.stop)
+            batch.append(Piece(piece.entry, start, stop, piece.at + start - piece.start))
+            room -= math.ceil((stop - start) / ALIGN) * ALIGN
+            if room <= 0:
+                yield batch
+                batch, room = [], numel
+            start = stop
+            if start == piece.stop:
+                break
+    if batch:
+        yield batch
 
 
 def cut(entries: Iterable[Entry], chunk_bytes: int, first_index: int) -> list[Chunk]:

@@ -33,7 +33,7 @@ from shardwise.comm.streams import Streams, streams_for
 from shardwise.engine.tensor.shard_tensor import ShardTensor, settle, written
 from shardwise.errors import OffloadError
 from shardwise.offload.behind import Behind
-from shardwise.offload.chunks import MASTER, Chunk, Entry, Piece, Slot
+from shardwise.offload.chunks import MASTER, Chunk, Entry, Piece, Slot, batches
 from shardwise.offload.files import Calls, WorkingFile, aligned
 from shardwise.offload.kept import Kept, StateView, copied, local_part_of
 from shardwise.offload.kernel import FirstState, Kernel, set_gradient
@@ -41,7 +41,15 @@ from shardwise.offload.stores import FileStore, MemoryStore, Store
 
 Place = Literal["none", "cpu", "nvme"]
 CHUNK_BYTES = 16 * 2**20
+# In its first step the optimizer allocates state, which is copied to its place: of so many elements
+# at a time, since the allocator keeps what large blocks leave.
+FIRST_NUMEL = 2**16
 _HALVES = (torch.bfloat16, torch.float16)
+_HOOKS = [
+    f"_optimizer_{what}_{when}_hooks"
+    for what in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+]
 _NO_STATE = ("params", "param_names", "lr", "initial_lr", "weight_decay")
 
 
@@ -101,9 +109,8 @@ class OffloadedOptimizer(Optimizer):
         optimizer.state = defaultdict(dict)
         shared = {"defaults": optimizer.defaults, "param_groups": optimizer.param_groups}
         super().__setstate__({**shared, "state": StateView(self._laid_out)})
-        hooked: Any = optimizer  # whose hooks get this optimizer from now on
-        self._optimizer_step_pre_hooks = hooked._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = hooked._optimizer_step_post_hooks
+        for name in _HOOKS:  # those that were registered get this optimizer from now on
+            setattr(self, name, getattr(optimizer, name))
 
     def __repr__(self) -> str:
         return f"OffloadedOptimizer(state={self.place!r}, {self.optimizer!r})"
@@ -190,13 +197,26 @@ class OffloadedOptimizer(Optimizer):
         self, part: Part, chunk: Chunk, memory: Tensor, scalars: dict[Tensor, dict[str, Any]]
     ) -> None:
         bench = Bench(self._streams(chunk), self._computes_on(chunk), memory)
+        held = [p for p in chunk.pieces if p.entry.parameter in part.gradients]
+        new = [p for p in held if not p.entry.has_state]
+        known = [p for p in held if p.entry.has_state]
+        for pieces in (*([known] if known else []), *batches(new, FIRST_NUMEL)):
+            self._step_pieces(part, chunk, pieces, bench, scalars)
+        bench.give_back()
+
+    def _step_pieces(
+        self,
+        part: Part,
+        chunk: Chunk,
+        pieces: list[Piece],
+        bench: Bench,
+        scalars: dict[Tensor, dict[str, Any]],
+    ) -> None:
         params: list[list[Tensor]] = [[] for _ in part.kernel.groups]
         state: dict[Tensor, dict[str, Any]] = {}
         stepped: list[tuple[Piece, Tensor, dict[str, Tensor], Tensor | None]] = []
-        for piece in chunk.pieces:
-            entry, gradient = piece.entry, part.gradients.get(piece.entry.parameter)
-            if gradient is None:
-                continue
+        for piece in pieces:
+            entry, gradient = piece.entry, part.gradients[piece.entry.parameter]
             slots = chunk.views(bench.memory, piece)
             shard, param = bench.taken(_span(entry.parameter, piece))
             master = slots.pop(MASTER, None)
@@ -218,10 +238,17 @@ class OffloadedOptimizer(Optimizer):
             if shard is not None or target.dtype != piece.entry.parameter.dtype:
                 place = _span(piece.entry.parameter, piece)
                 place.copy_(bench.streams.to_device(target.to(place.dtype), place.device))
-        bench.give_back()
 
     def prefetch(self, parameters: Iterable[Tensor]) -> None:
-        """A hint that these parameters are stepped next; nothing yet."""
+        """Begin to read the state of these parameters, which are stepped next: at most
+        `read_ahead` chunks. What is read is used by whichever step comes to it. Steps in the
+        background read by themselves."""
+        if self._behind is not None:
+            return
+        kept = self._laid_out({})
+        known = {p: None for p in parameters if p in kept.entries}
+        chunks = kept.chunks_of(known)
+        kept.store.prefetch(c for c in chunks if any(p.entry.has_state for p in c.pieces))
 
     # -- laying out ------------------------------------------------------------------------------
     def reserve(self) -> None:

@@ -50,6 +50,9 @@ class Store(Protocol):
         """The bytes of each chunk. What the caller leaves in them is kept when it asks for the
         next one, or has reached the end; if it stops before, it is not."""
 
+    def prefetch(self, chunks: Iterable[Chunk]) -> None:
+        """A hint that these are streamed next."""
+
     def section(self, chunk: Chunk, slot: Slot) -> Tensor:
         """The bytes of one slot, valid until the next call; not to be changed."""
 
@@ -77,6 +80,9 @@ class MemoryStore:
     def stream(self, visits: Iterable[Visit]) -> Iterator[Tensor]:
         for chunk, _ in visits:
             yield self._memory[chunk.index]
+
+    def prefetch(self, chunks: Iterable[Chunk]) -> None:
+        return None
 
     def section(self, chunk: Chunk, slot: Slot) -> Tensor:
         return chunk.section_of(self._memory[chunk.index], slot)
@@ -111,6 +117,7 @@ class FileStore:
         self._starts: dict[int, int] = {}
         self._headers: dict[int, bytes] = {}  # what stands before each chunk that was written
         self._writes: dict[int, Future[None]] = {}
+        self._fetched: dict[int, Future[Tensor]] = {}  # by `prefetch`, not streamed yet
         self._error: OffloadError | None = None
         self._reader = ThreadPoolExecutor(1, "offload reader")
         self._writer = ThreadPoolExecutor(1, "offload writer")
@@ -118,6 +125,7 @@ class FileStore:
     # -- room ------------------------------------------------------------------------------------
     def add(self, chunks: Sequence[Chunk]) -> None:
         self.flush()
+        self._drop_fetched()
         end = self._file.size_bytes
         for chunk in chunks:
             self._starts[chunk.index] = end
@@ -145,7 +153,7 @@ class FileStore:
             while True:
                 self._raise_error()
                 while len(coming) <= self._read_ahead and (visit := next(left, None)):
-                    coming.append((visit[0], self._reader.submit(self._load, *visit)))
+                    coming.append((visit[0], self._coming(*visit)))
                 if not coming:
                     return
                 chunk, future = coming.popleft()
@@ -162,6 +170,24 @@ class FileStore:
             for _, future in coming:
                 if future.exception() is None:
                     self._free.put(future.result())
+
+    def prefetch(self, chunks: Iterable[Chunk]) -> None:
+        """Each buffer that it takes is one less for reading ahead until its chunk is streamed."""
+        for chunk in chunks:
+            if len(self._fetched) >= self._read_ahead:
+                return
+            if chunk.index not in self._fetched:
+                self._fetched[chunk.index] = self._reader.submit(self._load, chunk, True)
+
+    def _coming(self, chunk: Chunk, is_wanted: bool) -> Future[Tensor]:
+        fetched = self._fetched.pop(chunk.index, None)
+        return fetched or self._reader.submit(self._load, chunk, is_wanted)
+
+    def _drop_fetched(self) -> None:
+        for future in self._fetched.values():
+            if future.exception() is None:
+                self._free.put(future.result())
+        self._fetched.clear()
 
     def _load(self, chunk: Chunk, is_wanted: bool) -> Tensor:
         buffer = self._free.get()
@@ -214,6 +240,7 @@ class FileStore:
         for write in self._writes.values():
             write.result()
         self._writes.clear()
+        self._drop_fetched()
         self._error = None
 
     # -- reading a slot --------------------------------------------------------------------------
@@ -266,6 +293,7 @@ class FileStore:
         )
 
     def close(self) -> None:
+        self._drop_fetched()
         self._reader.shutdown()
         self._writer.shutdown()
         self._file.close()
