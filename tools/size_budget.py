@@ -17,7 +17,7 @@ BUDGETS = {
     "checkpoint": 5_270,  # 70: the state of offloaded optimizers in pieces, out and in
     "train": 11_095,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links
-    "cli, plan": 1_400,  # explain and plan, replicas: 105; the step's time is still to come
+    "cli, plan": 1_640,  # 225: explain --why, --config; replicas: 105
     "importing": 2_250,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
     ".": 1_035,  # what lies beside the packages
 }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 import pytest
 
 from shardwise.cli import main
 from shardwise.cli.explain import _span
+from shardwise.train.config import SECTIONS
+from shardwise.units import text_of_bytes
 
 
 def test_table(capsys) -> None:
@@ -118,3 +121,79 @@ def test_mistakes(capsys) -> None:
         assert main(["explain", *arguments]) == 2
         error = capsys.readouterr().err
         assert text in error and error.count("\n") == 1
+
+
+def said_of(capsys, *arguments: str) -> str:
+    assert main(["explain", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_why_a_key_has_its_value(tmp_path, capsys) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('[train]\nsteps = 3\n\n[shard]\nparam_dtype = "bfloat16"\n')
+    keys = ["train.steps", "shard.param_dtype", "shard.strategy", "lora.alpha", "optim.lr"]
+    said = said_of(capsys, str(job), "--optim.lr", "0.1", *(f"--why={key}" for key in keys))
+    about = dict(zip(keys, _parts(said, keys), strict=True))
+    assert f"train.steps = 3   ({job}:2)" in about["train.steps"]
+    assert "beside 120, the default, a rank keeps, gathers and receives" in about["train.steps"]
+    assert 'beside "float32", the default: gathered' in about["shard.param_dtype"]
+    assert "strategy full_shard: auto: by mesh.replicate" in about["shard.strategy"]
+    assert about["shard.strategy"].endswith("the default\n")
+    assert "no effect: lora.rank is 0" in about["lora.alpha"]
+    assert "optim.lr = 0.1   (--optim.lr)" in about["optim.lr"]
+
+
+def _parts(said: str, keys: list[str]) -> list[str]:
+    starts = [said.index(f"{key} = ") for key in keys]
+    return [said[a:b] for a, b in zip(starts, [*starts[1:], len(said)], strict=True)]
+
+
+def test_what_a_key_changes_is_what_the_plans_say(capsys) -> None:
+    """The same numbers as two calls without --why."""
+    ways = {}
+    for strategy in ("auto", "no_shard"):
+        ways[strategy] = json.loads(said_of(capsys, "--json", "--shard.strategy", strategy))
+    said = said_of(capsys, "--shard.strategy", "no_shard", "--why", "shard.strategy")
+    assert ways["auto"]["kept_bytes"] < ways["no_shard"]["kept_bytes"]
+    kept = [text_of_bytes(ways[w]["kept_bytes"]) for w in ("no_shard", "auto")]
+    assert f"kept {kept[0]} instead of {kept[1]}" in said
+    assert "strategy no_shard instead of full_shard" in said
+
+
+def test_a_default_that_does_not_go(capsys) -> None:
+    nvme = ["--offload.optimizer", "nvme", "--offload.directory", "x"]
+    said = said_of(capsys, *nvme, "--why", "offload.directory")
+    assert 'with "", the default, the rest does not go: offload.directory' in said
+
+
+def test_the_effective_configuration(tmp_path, capsys) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text("[train]\nmicro_batch = 4\n")
+    rows = json.loads(said_of(capsys, str(job), "--config", "--json", "--optim.kind", "sgd"))
+    found = {row["key"]: row for row in rows}
+    assert found["train.micro_batch"] == {
+        "key": "train.micro_batch",
+        "value": 4,
+        "source": f"{job}:2",
+        "no_effect": "",
+    }
+    assert found["optim.kind"]["source"] == "--optim.kind"
+    assert found["optim.betas"]["no_effect"] == "optim.kind is 'sgd', which has none"
+    assert found["train.steps"]["source"] == "default"
+    known = {f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)}
+    assert known - set(found) == set(), "every key is there"
+    shown = said_of(capsys, str(job), "--config")
+    assert "no effect, because" in shown and f"{job}:2" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--why", "shard.strategi"], "--why shard.strategi: no such key; did you mean shard.st"),
+        (["--why"], "--why: needs a key"),
+        (["--wy", "x"], "--wy"),
+    ],
+)
+def test_mistakes_of_keys(arguments: list[str], text: str, capsys) -> None:
+    assert main(["explain", *arguments]) == 2
+    assert text in capsys.readouterr().err

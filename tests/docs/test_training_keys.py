@@ -5,8 +5,6 @@ python tests/docs/test_training_keys.py      writes them anew
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import types
 import typing
@@ -14,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from shardwise.cli.why import documented
 from shardwise.train import config
 from shardwise.train.config_file import load_config
 
@@ -29,7 +28,7 @@ def tables() -> str:
         ("model", cls) for kind, cls in config.MODEL_KINDS.items() if kind != "decoder"
     ]
     for section, cls in sections:
-        texts = help_of(cls)
+        texts = documented(cls)
         hints = typing.get_type_hints(cls)
         other = cls is not config.SECTIONS[section]
         title = f"[{section}], kind {cls().kind}" if other else f"[{section}]"
@@ -40,19 +39,6 @@ def tables() -> str:
             lines.append(f"| {key} | {kind} | `{shown(field.default)}` | {texts[field.name]} |")
         parts.append("\n".join(lines) + "\n")
     return "\n" + "\n".join(parts) + "\n"
-
-
-def help_of(cls: type) -> dict[str, str]:
-    """The string under each field, which is its help on the command line too."""
-    (node,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(node, ast.ClassDef)
-    found, last = {}, ""
-    for item in node.body:
-        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-            last = item.target.id
-        elif isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
-            found[last] = " ".join(str(item.value.value).split())
-    return found
 
 
 def type_in_words(hint: Any) -> str:

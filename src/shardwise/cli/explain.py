@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
 from shardwise.train.command import parse
-from shardwise.train.config import gather_limit, resolved_strategy
+from shardwise.train.config import Config, gather_limit, resolved_strategy
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
 from shardwise.train.wire_keys import is_wired
@@ -22,11 +22,16 @@ from shardwise.units import counted, text_of_bytes
 if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel, PlannedUnit
 
-_HELP = """usage: shardwise explain [CONFIG.toml] [--section.key value ...] [--nproc N] [--json]
+_HELP = """usage: shardwise explain [CONFIG.toml] [--section.key value ...] [--nproc N]
+                         [--config | --why KEY] [--json]
 
 Shows the units that `shardwise train` would make with the same arguments: what is gathered
 together, under which strategy and transport, and what it costs a rank in memory and
-communication. Nothing is run and nothing is allocated. --nproc defaults to 2."""
+communication. Nothing is run and nothing is allocated. --nproc defaults to 2.
+
+--config     every key of the job instead: its value, where that was set, why it has no effect
+--why KEY    one key instead (several with more --why): what it is for, where its value comes from,
+             why it has no effect, and what it changes beside its default"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,31 +39,88 @@ def main(arguments: Sequence[str]) -> int:
     if "--help" in arguments or "-h" in arguments:
         print(_HELP)
         return 0
-    as_json = "--json" in arguments
+    as_json, shows_config = "--json" in arguments, "--config" in arguments
     try:
-        parsed = parse([a for a in arguments if a != "--json"], flags=["json"])
+        rest, keys = _keys([a for a in arguments if a not in ("--json", "--config")])
+        parsed = parse(rest, flags=["json", "config", "why"])
         loaded = load_config(parsed.config_file, parsed.overrides)
         num_ranks = parsed.nproc or 2
         loaded = loaded.on(num_ranks)
         for key, text in world_problems(loaded.config, num_ranks):
             raise loaded.error(key, text)
+        if shows_config:
+            _print_config(loaded, as_json=as_json)
+            return 0
         plan, why = _plan(loaded, num_ranks)
+        about = {key: _why(loaded, key, why, num_ranks) for key in keys}
     except ConfigError as error:
         print(f"shardwise explain: {error}", file=sys.stderr)
         return 2
-    if as_json:
+    if about:
+        lines = [line for said in about.values() for line in said]
+        print(json.dumps(about) if as_json else "\n".join(lines))
+    elif as_json:
         print(json.dumps(_as_json(plan, why, num_ranks)))
     else:
         _print(plan, why, num_ranks)
     return 0
 
 
+def _keys(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments without `--why KEY`, and these keys."""
+    rest: list[str] = []
+    keys: list[str] = []
+    left = list(arguments)
+    while left:
+        name, equals, key = left.pop(0).partition("=")
+        if name != "--why":
+            rest.append(name + equals + key)
+            continue
+        if not equals:
+            key = left.pop(0) if left and not left[0].startswith("--") else ""
+        if not key:
+            raise ConfigError("--why: needs a key (--why shard.strategy)")
+        keys.append(key)
+    return rest, keys
+
+
+def _why(loaded: LoadedConfig, key: str, reasons: list[str], num_ranks: int) -> list[str]:
+    from shardwise.cli.why import why
+
+    return why(loaded, key, reasons, lambda config: _plan_of(loaded, config, num_ranks))
+
+
+def _print_config(loaded: LoadedConfig, *, as_json: bool) -> None:
+    from shardwise.cli.why import settings
+    from shardwise.train.columns import Column, console_of, print_columns
+
+    found = settings(loaded)
+    if as_json:
+        rows = [
+            {"key": s.key, "value": s.value, "source": s.source, "no_effect": s.no_effect}
+            for s in found
+        ]
+        print(json.dumps(rows))
+        return
+    columns = [
+        Column("key", [s.key for s in found], is_number=False),
+        Column("value", [s.text for s in found], is_number=False),
+        Column("from", [s.source for s in found], is_number=False),
+        Column("no effect, because", [s.no_effect for s in found], is_number=False),
+    ]
+    print_columns(console_of(sys.stdout), "The effective configuration", columns)
+
+
 def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]]:
+    plan = _plan_of(loaded, loaded.config, num_ranks)
+    return plan, [*loaded.notes, *_reasons(loaded, plan)]
+
+
+def _plan_of(loaded: LoadedConfig, config: Config, num_ranks: int) -> PlannedModel:
     from shardwise.train.model import build_model, plan_of
 
-    model = build_model(loaded.config, loaded.path.parent if loaded.path else None)
-    plan = plan_of(model, loaded.config, num_ranks)
-    return plan, [*loaded.notes, *_reasons(loaded, plan)]
+    model = build_model(config, loaded.path.parent if loaded.path else None)
+    return plan_of(model, config, num_ranks)
 
 
 def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:

@@ -160,7 +160,7 @@ def _read_toml(path: Path) -> tuple[dict[str, Any], dict[str, _Origin]]:
     origins: dict[str, _Origin] = {}
     for section, content in document.items():
         if not isinstance(content, dict):
-            hint = _nearest_key(section)
+            hint = nearest_key(section)
             raise ConfigError(f"{_Line(path, text, (section,))}: {section}: in no section; {hint}")
         for name, value in content.items():
             key = f"{section}.{name}"
@@ -235,7 +235,7 @@ def _build(values: dict[str, Any], origins: dict[str, _Origin], notes: list[str]
             if section == "model" and (other := _kind_with(name)):
                 text = f"belongs to model.kind = {other!r}; model.kind is {kind!r}"
                 raise _error(origins[key], key, text)
-            raise _error(origins[key], key, f"unknown key; {_nearest_key(key, classes)}")
+            raise _error(origins[key], key, f"unknown key; {nearest_key(key, classes)}")
         sections[section][name] = _convert(value, hints[name], key, origins[key])
     if optimizer != OptimConfig().kind:  # others have torch's defaults
         defaults = {
@@ -265,7 +265,7 @@ def _kind_with(name: str) -> str:
     return next((k for k, c in MODEL_KINDS.items() if any(f.name == name for f in fields(c))), "")
 
 
-def _nearest_key(key: str, classes: dict[str, type] = SECTIONS) -> str:
+def nearest_key(key: str, classes: dict[str, type] = SECTIONS) -> str:
     section, _, name = key.partition(".")
     keys = [f"{s}.{f.name}" for s, cls in classes.items() for f in fields(cls)]
     if elsewhere := [k for k in keys if name and k.endswith(f".{name}")]:
