@@ -128,7 +128,7 @@ WIRES = [
 @on_ranks(2, 3, 4)
 def test_one_step_is_within_its_bound(cls: Any, wire: Wire, rank: int, world: int) -> None:
     """Tied weights, parts without rows, parameters smaller than a block, none rounded away."""
-    for strategy in ("full_shard", "shard_grad_op"):
+    for strategy in ("full_shard", "shard_grad_op") if cls is Mlp else ("full_shard",):
         model = sharded(make(cls), wire, strategy=strategy)
         loss_of(model(batch(cls, 0, rank))).backward()
         check_gradients(model, wire, world, 1, [[batch(cls, 0, r)] for r in range(world)], cls)
