@@ -118,6 +118,8 @@ def test_what_is_not_finite_stays_so(
     if form.name == "int8":
         block = slice(at - at % form.block, at - at % form.block + form.block)
         assert found[0, block].isnan().all()
+        scales = coded(form, rows)[0, : 4 * (at // form.block + 1)].view(torch.float32)
+        assert scales[-1].isnan(), "whatever a nan is as a code"
         found[0, block] = 0
         assert found.isfinite().all(), "other blocks are left alone"
     assert not summed(form, rows)[at].isfinite()
