@@ -70,14 +70,14 @@ def _meet(args: argparse.Namespace, seed: int, form: str, directory: Path) -> No
     )
     started = [coordinator]
     try:
-        address = _wait_for(log, coordinator, r"at (127\.0\.0\.1:\d+)")
+        address = _wait_for(log, started, r"at (127\.0\.0\.1:\d+)")
         for number in range(NUM_REPLICAS):
             meeting = {"coordinator": address, "name": f"{number}", "wire": form}
             # The first one's weights are those of all: the same as in the exact run.
             own = command(args, seed + 1000 * number, directory / f"{number}", meeting)
             started.append(_start(own, directory / f"{number}.log"))
             if number == 0:
-                _wait_for(log, coordinator, "brought the first weights|goes on at round")
+                _wait_for(log, started, "brought the first weights|goes on at round")
         _finish(started)
     finally:
         for process in started:
@@ -90,13 +90,14 @@ def _start(words: list[str], log: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen(words, stdout=file, stderr=file)
 
 
-def _wait_for(log: Path, process: subprocess.Popen[bytes], pattern: str) -> str:
+def _wait_for(log: Path, started: list[subprocess.Popen[bytes]], pattern: str) -> str:
     end = time.monotonic() + _LIMIT_S
     while True:
         found = re.search(pattern, log.read_text())
         if found:
             return found[found.re.groups]
-        if process.poll() is not None or time.monotonic() > end:
+        has_ended = any(process.poll() is not None for process in started)
+        if has_ended or time.monotonic() > end:
             raise RuntimeError(f"{log}: no {pattern!r}: {log.read_text()[-1000:]}")
         time.sleep(0.1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 BUDGETS = {
     "engine, comm, layout": 20_590,  # 1,290: wire formats, from the setting to the collectives
     "offload": 1_800,  # chunks, kernel on views, files with direct I/O, streams, state in and out
-    "replicas": 850,  # rounds, outer step, streams: DiLoCo
+    "replicas": 890,  # rounds, outer step, streams: DiLoCo
     "checkpoint": 5_270,  # 70: the state of offloaded optimizers in pieces, out and in
     "train": 11_095,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links

@@ -201,6 +201,37 @@ def test_a_death_and_a_return(tmp_path: Path) -> None:
     back.close()
 
 
+def test_one_that_dies_while_it_waits_is_noticed_and_may_come_back(tmp_path: Path) -> None:
+    """Before the first round, and behind its own part of one: what it sent counts no more."""
+    server = Server(tmp_path, lr=1.0, momentum=0.0)
+    for _ in range(2):
+        a = Replica(server, "a", 1)
+        thread = threading.Thread(target=lambda a=a: _quiet(a.join, some(0)))
+        thread.start()
+        server.wait_for("replica a is there")
+        a.ranks[0]._stream.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+        server.wait_for("replica a is gone")
+        thread.join(20)
+        server.lines.clear()
+    a, b = Replica(server, "a", 1), Replica(server, "b", 2)
+    first = together(lambda: a.join(some(0)), lambda: b.join(some(0)))[0]
+    thread = threading.Thread(target=lambda: _quiet(a.exchange, some(50)))
+    thread.start()
+    time.sleep(0.3)  # it has sent, and waits for b
+    a.ranks[0]._stream.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    server.wait_for("replica a is gone")
+    after = b.exchange(some(1))
+    assert b.start.replicas == 1
+    assert equal(after, {name: first[name] - some(1)[name] for name in SHAPES})
+    thread.join(20)
+    b.close()
+
+
+def _quiet(call, *args) -> None:
+    with contextlib.suppress(TransportError):
+        call(*args)
+
+
 def test_a_late_one_is_left_behind_and_goes_on_with_the_others(tmp_path: Path) -> None:
     server = Server(tmp_path, patience_s=0.3, lr=1.0, momentum=0.0)
     a, b = Replica(server, "a", 1), Replica(server, "b", 2)

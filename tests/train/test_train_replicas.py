@@ -33,9 +33,9 @@ def job(rank: int, world: int, directory: Path, **keys: Any) -> None:
     run_job(directory, train__steps=8, **keys)
 
 
-def serve(folder: Path, lines: list[str]) -> str:
-    """A coordinator for one replica whose outer step is the whole difference; its address."""
-    meeting = Meeting(3, 1, OuterSettings(lr=1.0, momentum=0.0))
+def serve(folder: Path, lines: list[str], replicas: int = 1) -> str:
+    """A coordinator whose outer step is the whole difference; its address."""
+    meeting = Meeting(3, replicas, OuterSettings(lr=1.0, momentum=0.0))
     listener = socket.create_server(("127.0.0.1", 0))
     server = Coordinator(meeting, folder, lines.append)
     threading.Thread(target=server.serve, args=(listener,), daemon=True).start()
@@ -59,6 +59,28 @@ def test_one_replica_is_plain_training(tmp_path: Path) -> None:
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
     assert [row.get("round") for row in alone] == [None, None, 1, None, None, 2, None, None]
     assert "goes on at round 2" in lines and lines[-1].endswith("has left")
+
+
+def test_a_job_that_waits_for_others_can_be_stopped_and_has_written_nothing(
+    tmp_path: Path,
+) -> None:
+    lines: list[str] = []
+    address = serve(tmp_path / "outer", lines, replicas=2)
+    run_ranks(2, job, tmp_path / "run", stop_after=3, replicas__coordinator=address)
+    assert not (tmp_path / "run" / "config.toml").exists()
+    end = time.monotonic() + 10
+    while not any(line.endswith("is gone") for line in lines):
+        assert time.monotonic() < end, lines
+        time.sleep(0.01)
+
+
+def test_one_of_another_model_is_refused_with_nothing_written(tmp_path: Path) -> None:
+    address = serve(tmp_path / "outer", [])
+    run_ranks(1, job, tmp_path / "a", stop_after=3, replicas__coordinator=address)
+    address = serve(tmp_path / "outer", [])
+    with pytest.raises(BaseException, match="does not fit"):
+        run_ranks(1, job, tmp_path / "b", model__dim=64, replicas__coordinator=address)
+    assert not (tmp_path / "b" / "config.toml").exists()
 
 
 @pytest.mark.parametrize(

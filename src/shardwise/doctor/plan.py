@@ -12,7 +12,13 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.train.config import Config, DecoderConfig, StrategyName, is_factory
+from shardwise.train.config import (
+    Config,
+    DecoderConfig,
+    ReplicasConfig,
+    StrategyName,
+    is_factory,
+)
 from shardwise.train.config_file import LoadedConfig
 from shardwise.units import counted
 
@@ -71,6 +77,7 @@ class Plan:
             run=replace(config.run, dir=str(self.folder / run_dir), reproducible=level),
             shard=replace(config.shard, strategy=variant.strategy, transport=variant.transport),
             mesh=replace(config.mesh, replicate=replicas, shard=-1),
+            replicas=ReplicasConfig(),
         )
         return replace(self.loaded, config=config)
 

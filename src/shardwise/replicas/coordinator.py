@@ -141,7 +141,10 @@ class Coordinator:
                 self._changed.notify_all()
         finally:
             if stream is not None:
-                self._end(stream, in_order)
+                try:
+                    self._end(stream, in_order)
+                except BaseException as error:  # noqa: BLE001 - as above
+                    self._state.error = error
             frames.shut(connection)
 
     def _join(self, connection: socket.socket) -> _Stream:
@@ -275,6 +278,8 @@ class Coordinator:
             raise TransportError("the coordinator ends")
         if stream.member.is_gone:
             raise TransportError("another rank of this replica has ended")
+        if frames.has_closed(stream.socket):  # nobody reads from it meanwhile
+            raise TransportError("the other side has closed the connection")
 
     def _empty(self) -> dict[str, Tensor]:
         assert self._state.outer is not None

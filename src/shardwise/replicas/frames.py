@@ -62,6 +62,16 @@ def _exactly(stream: socket.socket, size: int) -> bytearray:
     return buffer
 
 
+def has_closed(stream: socket.socket) -> bool:
+    """Of the other side, while nothing is expected from it."""
+    try:
+        return not stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def keep_alive(stream: socket.socket) -> None:
     """A peer that ended without a word, with its host or cable, is noticed within a minute or so;
     a process that ended is at once."""

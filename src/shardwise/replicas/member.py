@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from shardwise.errors import ConfigError, TransportError
+from shardwise.errors import ConfigError, ShardwiseError, TransportError
 from shardwise.replicas import frames, parts
 from shardwise.replicas.outer import Shapes
 
 TOKEN_VARIABLE = "SHARDWISE_REPLICAS_TOKEN"
 _CONNECT_S = 60.0  # for a coordinator that starts at the same time
+_LOOK_S = 0.2
+
+
+class StoppedError(ShardwiseError):
+    """Asked to stop before the replicas had begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,15 @@ class Member:
         self._stream: socket.socket | None = None
         self._number = -1
 
-    def join(self, values: Sequence[Tensor]) -> Start:
-        """`values` are the weights of this rank's boxes, which the first replica brings."""
-        self._stream = self._connect()
+    def join(
+        self, values: Sequence[Tensor], stopped: Callable[[], object] = lambda: False
+    ) -> Start:
+        """`values` are the weights of this rank's boxes, which the first replica brings. Waits for
+        the others, unless `stopped`: then StoppedError."""
+        self._stream = self._connect(stopped)
         frames.keep_alive(self._stream)
         self._send(self._about)
-        return self._started(values)
+        return self._started(values, stopped)
 
     def exchange(self, differences: Sequence[Tensor]) -> Start:
         """theta - weights, one for each box. Waits for the others."""
@@ -85,10 +94,14 @@ class Member:
             frames.shut(self._stream)
             self._stream = None
 
-    def _started(self, values: Sequence[Tensor]) -> Start:
+    def _started(
+        self, values: Sequence[Tensor], stopped: Callable[[], object] | None = None
+    ) -> Start:
         assert self._stream is not None
         limit = parts.num_bytes(self._boxes, "exact")
         while True:
+            while stopped and not select.select([self._stream], [], [], _LOOK_S)[0]:
+                self._check(stopped)
             try:
                 header, data = frames.receive(self._stream, limit)
             except TransportError as error:
@@ -109,7 +122,12 @@ class Member:
         except OSError as error:
             raise TransportError(self._lost(str(error))) from None
 
-    def _connect(self) -> socket.socket:
+    def _check(self, stopped: Callable[[], object]) -> None:
+        if stopped():
+            self.close()
+            raise StoppedError("stopped while it waited for other replicas")
+
+    def _connect(self, stopped: Callable[[], object]) -> socket.socket:
         host, _, port = self._address.rpartition(":")
         end = time.monotonic() + _CONNECT_S
         while True:
@@ -123,7 +141,8 @@ class Member:
                         f"replicas.coordinator: nobody answers at {self._address} "
                         f"({error.strerror or error}); start `shardwise replicas` there first"
                     ) from None
-                time.sleep(0.2)
+                self._check(stopped)
+                time.sleep(_LOOK_S)
 
     def _lost(self, why: str) -> str:
         return (

@@ -17,6 +17,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import seed_rng
 from shardwise.errors import TrainingError
 from shardwise.offload import OffloadedOptimizer
+from shardwise.replicas.member import StoppedError
 from shardwise.train import numerics
 from shardwise.train.best import Best
 from shardwise.train.config import Config, HFModelConfig, resolved_strategy
@@ -75,6 +76,9 @@ def train(loaded: LoadedConfig, ranks: Ranks, device: torch.device, stop: StopRe
         else:
             job, notes = build_job(loaded, ranks, device, stop, run_dir)
             _run(job, hosts, notes)
+    except StoppedError as error:
+        if ranks.rank == 0:
+            print(f"{error}; start again to go on", flush=True)
     finally:
         run_dir.unlock()
 
@@ -103,8 +107,6 @@ def _on_host_anyway(job: Job) -> list[str]:
 
 
 def _run(job: Job, hosts: tuple[Host, ...], notes: list[str]) -> None:
-    job.replica, joined = Replica.joined(job.config, job.model, job.ranks)
-    notes = [*notes, *([joined] if joined else [])]
     job.link = find_link(job.config, hosts, job.ranks, job.device)
     mesh = describe_mesh(job.config, hosts)
     if job.record is not None and len(hosts) > 1:
@@ -189,9 +191,7 @@ def build_job(
     start, copies, found = find_start(config, manager, copies, ranks, data, model, device)
     notes = [*loaded.notes, *model_notes(model, config), *data.notes, *found]
     notes += take_tokenizer(model, config, ranks)
-    if start is not None and (changed := ranks.on_rank0(lambda: run_dir.changed_keys(config))):
-        notes.append(f"changed since the run began: {', '.join(changed)}")
-
+    notes += ranks.on_rank0(lambda: _changed(config, run_dir)) if start is not None else []
     notes += ranks.on_each(lambda: memory_notes(model, config, ranks.world_size, device))
     shard(model, config, device, ranks.world_size)
     ranks.on_each(
@@ -227,6 +227,7 @@ def build_job(
         check_forward(data, model, ranks, device)
     notes += check_packing(config, data, model, ranks, device)
     tokenizer = ranks.on_each(lambda: _tokenizer_of_samples(config))
+    replica = Replica.joined(config, model, ranks, stop, notes)
     best = ranks.on_rank0(lambda: _best_so_far(run_dir, step))
     ranks.on_rank0(lambda: _open_run_dir(config, run_dir, best))
     console = Console(
@@ -259,9 +260,15 @@ def build_job(
         step=step,
         position=position,
         loss=loss,
+        replica=replica,
         saved_step=step if copies is None else 0,
     )
     return job, notes
+
+
+def _changed(config: Config, run_dir: RunDir) -> list[str]:
+    changed = run_dir.changed_keys(config)
+    return [f"changed since the run began: {', '.join(changed)}"] if changed else []
 
 
 def _check_data(loaded: LoadedConfig, data: Data, model: torch.nn.Module) -> None:

@@ -24,6 +24,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import ShardwiseError, TransportError
 from shardwise.replicas.member import Member, Start
 from shardwise.train.config import Config
+from shardwise.train.stop import StopRequest
 from shardwise.units import counted
 
 
@@ -48,22 +49,25 @@ class Replica:
         self.number = 0
 
     @classmethod
-    def joined(cls, config: Config, model: nn.Module, ranks: Ranks) -> tuple[Replica | None, str]:
-        """Among the others, with their weights, and a note; None for a job that is alone. A
-        collective."""
+    def joined(
+        cls, config: Config, model: nn.Module, ranks: Ranks, stop: StopRequest, notes: list[str]
+    ) -> Replica | None:
+        """Among the others, with their weights; None for a job that is alone. A collective."""
         if not config.replicas.coordinator:
-            return None, ""
+            return None
         replica = cls(config, model, ranks)
         shards = replica._shards
         start = ranks.on_each(
-            lambda: replica._met(lambda: replica._member.join(shards)), "joining replicas"
+            lambda: replica._met(lambda: replica._member.join(shards, lambda: stop.by)),
+            "joining replicas",
         )
         replica._take(start)
         others = counted(start.replicas, "replica")
-        return replica, (
+        notes.append(
             f"one of {others} ({name_of(config)}) in round {start.number}, from their weights; "
             f"they meet every {counted(start.steps, 'step')}"
         )
+        return replica
 
     @property
     def _shards(self) -> list[Tensor]:
