@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -115,6 +116,19 @@ def test_what_is_fetched_before_is_read_once(tmp_path: Path) -> None:
     assert values_of(store, chunks) == [2, 3, 4, 5, 6, 7]
     store.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_forked_process_does_not_remove_the_file(tmp_path: Path) -> None:
+    """Workers of a data loader have what their parent has."""
+    file = WorkingFile(tmp_path / "x.state")
+    child = os.fork()
+    if not child:
+        file.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / "x.state").exists()
+    file.close()
+    assert not (tmp_path / "x.state").exists()
 
 
 def test_a_step_that_is_left_keeps_its_chunk_out(tmp_path: Path) -> None:

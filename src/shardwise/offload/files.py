@@ -61,7 +61,7 @@ class WorkingFile:
     def __init__(self, path: Path, calls: Calls | None = None) -> None:
         self.path, self._calls = path, calls or Calls()
         self.size_bytes = 0
-        self._descriptor = _open_locked(path)
+        self._descriptor, self._owner = _open_locked(path), os.getpid()
         self.is_direct = True
         try:
             os.ftruncate(self._descriptor, 0)
@@ -142,10 +142,11 @@ class WorkingFile:
         )
 
     def close(self) -> None:
-        """Removes it."""
+        """Removes it; a process that was forked from the owner only lets go of it."""
         if self._descriptor >= 0:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
+            if self._owner == os.getpid():
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
             os.close(self._descriptor)
             self._descriptor = -1
 
