@@ -6,8 +6,9 @@
 
 The decoder and data of `wire_convergence.py`. *exact*: two ranks, 16 samples a step. *replicas*:
 two jobs of one rank, 8 samples a step each, which meet in `shardwise replicas` (DiLoCo: outer rate
-0.7, momentum 0.9); *int8*: differences travel so. A seed is weights and order of data, of the
-second replica another order. Runs are paired by seed, and shown as there.
+0.7, momentum 0.9); *averaged*: with outer rate 1 and momentum 0, so weights become their mean;
+*int8*: differences travel so. A seed is weights and order of data, of the second replica another
+order. Runs are paired by seed, and shown as there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ import wire_convergence as wires
 from shardwise.bench.machine import describe
 
 NUM_REPLICAS, H = 2, 20
-KINDS = {"exact": "", f"replicas, H = {H}": "exact", f"replicas, H = {H}, int8": "int8"}
+AVERAGED = ("--lr", "1", "--momentum", "0")
+# How differences travel, and the outer step; nothing: ranks of one job.
+KINDS: dict[str, tuple[str, tuple[str, ...]] | None] = {
+    "exact": None,
+    f"replicas, H = {H}": ("exact", ()),
+    f"averaged, H = {H}": ("exact", AVERAGED),
+    f"averaged, H = {H}, int8": ("int8", AVERAGED),
+}
 _LIMIT_S = 1200.0
 
 
@@ -51,8 +59,8 @@ def run(args: argparse.Namespace, seed: int, kind: str, folder: Path) -> dict[st
     rows = wires._rows(first)
     if not rows or rows[-1]["step"] < args.steps:
         directory.mkdir(parents=True, exist_ok=True)
-        if form := KINDS[kind]:
-            _meet(args, seed, form, directory)
+        if meeting := KINDS[kind]:
+            _meet(args, seed, *meeting, directory)
         else:
             _finish([_start(command(args, seed, first, {}), directory / "0.log")])
         rows = wires._rows(first)
@@ -60,10 +68,12 @@ def run(args: argparse.Namespace, seed: int, kind: str, folder: Path) -> dict[st
     return {"seed": seed, "wire": kind, "val_loss": rows[-1]["val_loss"], "step_s": seconds}
 
 
-def _meet(args: argparse.Namespace, seed: int, form: str, directory: Path) -> None:
+def _meet(
+    args: argparse.Namespace, seed: int, form: str, outer: tuple[str, ...], directory: Path
+) -> None:
     log = directory / "coordinator.log"
     log.unlink(missing_ok=True)
-    words = ["--dir", str(directory / "outer"), "--replicas", str(NUM_REPLICAS)]
+    words = ["--dir", str(directory / "outer"), "--replicas", str(NUM_REPLICAS), *outer]
     coordinator = _start(
         [sys.executable, "-m", "shardwise.cli", "replicas", *words, "--steps", str(H), "--port=0"],
         log,
