@@ -18,6 +18,7 @@ BUDGETS = {
     "train": 11_095,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links
     "cli, plan": 1_640,  # 225: explain --why, --config; replicas: 105
+    "report": 520,  # a run as a page: pictures, tables, the command
     "importing": 2_250,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
     ".": 1_035,  # what lies beside the packages
 }

@@ -44,6 +44,10 @@ _COMMANDS = {
         "shardwise.doctor.examine",
         "what is in the way on this machine, or was wrong with a run; and what to write",
     ),
+    "report": (
+        "shardwise.report.command",
+        "a run as one HTML file: loss, memory, time, findings, promises beside what happened",
+    ),
     "replicas": (
         "shardwise.cli.replicas",
         "where replicas that train apart meet every so many steps (DiLoCo)",
