@@ -126,12 +126,13 @@ def test_allocator_benchmark_has_both_engines_and_says_what_it_is() -> None:
     assert row["shardwise"]["padding_share"] < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(400)
 def test_state_in_files_is_measured_and_has_the_same_bits(tmp_path: Path) -> None:
     """So small a state is not worth its ring: what is promised for 400M does not hold."""
     file = tmp_path / "result.json"
     options = ("--millions", "2", "--rounds", "1", "--steps", "3", "--json", str(file))
-    result = run_benchmark("offload_state.py", *options, code=1)
+    result = run_benchmark("offload_state.py", *options, code=1, timeout_s=300)
     assert result["bits_equal"] == {"memory": True, "cpu": True, "nvme": True}
     assert result["state_bytes"] > 0 and not result["holds"]
     assert json.loads(file.read_text()) == result
