@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -359,3 +362,163 @@ def test_order_beside_a_backward(rank: int, world: int) -> None:
         "wait R | wait 0 | wait 1 | run 0 | wait 2 | run 1 | run 2 | "
         "back 2 | hand R | back 1 | hand 2 | back 0 | hand 1 | hand 0"
     )
+
+
+# -- faults that were found ----------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@on_ranks(2)
+def test_a_gradient_that_a_step_reads_is_not_added_to(rank: int, world: int, strategy: str) -> None:
+    """Two forwards before a step, and a backward of the second one behind it. With kept copies it
+    gathers nothing, so nobody had waited.
+    """
+    ends = []
+    for is_behind in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(8, 8))
+        for module in (model[0], model):
+            sw.fully_shard(module, strategy=strategy, transport="c10d")
+        optimizer = OffloadedOptimizer(adamw(model), state="cpu", in_background=is_behind)
+        with slowed(0.05):
+            for step in range(2):
+                losses = [model(torch.full((2, 8), step + i + 1.0)).sum() for i in range(2)]
+                losses[0].backward()
+                optimizer.step()
+                losses[1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(weights(model))
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+@pytest.mark.parametrize("what", ["state dict", "detach", "data", "copy into detach"])
+@on_ranks(2)
+def test_views_that_were_taken_before_wait_too(rank: int, world: int, what: str) -> None:
+    seen = []
+    for made in (adamw, in_background):
+        model = Setting("full_shard").shard(make(Mlp), world)
+        optimizer = made(model)
+        name, first = next(iter(model.named_parameters()))
+        views = {"state dict": model.state_dict()[name], "data": first.data}
+        view: Any = views.get(what, first.detach())
+        with slowed(0.05):
+            loss_of(model(batch(model, 0, rank))).backward()
+            optimizer.step()
+            if what == "copy into detach":
+                view.copy_(torch.ones(view.shape))
+            seen.append(view.full_tensor())
+            if isinstance(optimizer, OffloadedOptimizer):
+                optimizer.flush()
+        seen.append(first.full_tensor().detach())
+    assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
+
+
+def failing_for_one() -> Any:
+    """A `_step` of the thread that fails for the second unit that it gets, by no OffloadError."""
+    original, num = behind._step, 0
+
+    def step(*args: Any) -> None:
+        nonlocal num
+        num += 1
+        if num == 2:
+            raise MemoryError("no room for a chunk")
+        original(*args)
+
+    return step
+
+
+@on_ranks(2)
+def test_a_unit_that_failed_ends_all_steps(rank: int, world: int) -> None:
+    """Units behind it do not step, nothing is saved, and `close` raises it too."""
+    model = Setting("full_shard").shard(make(Mlp), world)
+    optimizer = in_background(model)
+    loss_of(model(batch(model, 0, rank))).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(behind, "_step", failing_for_one())
+        optimizer.step()
+        with pytest.raises(MemoryError, match="no room for a chunk"):
+            optimizer.flush()
+    for use in (optimizer.step, optimizer.state_dict, optimizer.flush):
+        with pytest.raises(OffloadError, match=r"a step has failed \(no room for a chunk"):
+            use()
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_closing_tells_of_the_last_step(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    optimizer = in_background(model)
+    loss_of(model(batch(model, 0, rank))).backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(behind, "_step", failing_for_one())
+        optimizer.step()
+        with pytest.raises(MemoryError, match="no room for a chunk"):
+            optimizer.close()
+    for use in (optimizer.step, lambda: optimizer.load_state_dict(adamw(model).state_dict())):
+        with pytest.raises(OffloadError, match="was closed; make another one"):
+            use()
+
+
+@on_ranks(2)
+def test_an_interrupted_wait_forgets_nothing(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    optimizer = in_background(model)
+    name, first = next(iter(model.named_parameters()))
+    before = first.full_tensor().detach().clone()
+    original = behind.wait
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        behind.wait = original
+        raise KeyboardInterrupt
+
+    loss_of(model(batch(model, 0, rank))).backward()
+    with slowed(0.1):
+        optimizer.step()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(behind, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                first.to_local()
+        now = first.full_tensor().detach()
+    assert not torch.equal(before, now), name
+
+
+@on_ranks(1)
+def test_a_second_thread_that_looks_waits_too(rank: int, world: int) -> None:
+    model = Setting("full_shard").shard(make(Mlp), world)
+    optimizer = in_background(model)
+    first = next(model.parameters())
+    seen: list[Tensor] = []
+    loss_of(model(batch(model, 0, rank))).backward()
+    with slowed(0.1):
+        optimizer.step()
+        looks = [threading.Thread(target=lambda: seen.append(first.to_local().clone()))
+                 for _ in range(3)]  # fmt: skip
+        for look_at in looks:
+            look_at.start()
+        for look_at in looks:
+            look_at.join(20)
+        optimizer.flush()
+    assert len(seen) == 3
+    assert all(torch.equal(tensor, first.to_local()) for tensor in seen)
+
+
+@on_ranks(1)
+def test_a_child_reads_what_is_complete(rank: int, world: int) -> None:
+    """A worker of a DataLoader is forked, without the thread that would step."""
+    model = Setting("full_shard").shard(make(Mlp), world)
+    optimizer = in_background(model)
+    first = next(model.parameters())
+    loss_of(model(batch(model, 0, rank))).backward()
+    reading, writing = os.pipe()
+    with slowed(0.1):
+        optimizer.step()
+        child = os.fork()
+        if child == 0:
+            os.write(writing, b"%.6f" % float(first.to_local().double().sum()))
+            os._exit(0)
+        ready, _, _ = select.select([reading], [], [], 20)
+        if not ready:
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert ready, "the child waits for a thread that it does not have"
+        optimizer.flush()
+    assert os.read(reading, 100) == b"%.6f" % float(first.to_local().double().sum())

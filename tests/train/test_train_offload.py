@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jobs import results, run_job
 
 from ranks import on_ranks, run_ranks
 from shardwise import CPUOffloadPolicy, OffloadPolicy
+from shardwise.cli import main
 from shardwise.errors import ConfigError, OffloadError
 from shardwise.importing.formats import import_file
 from shardwise.offload.files import Calls
@@ -131,6 +133,22 @@ def test_refused_beside_others() -> None:
         load_config(None, [*nvme, ("checkpoint.background", "true")])
     with pytest.raises(ConfigError, match=r"sgd keeps no state \(optim\.momentum is 0\)"):
         load_config(None, [*nvme, ("optim.kind", "sgd")])
+
+
+@pytest.mark.parametrize(("ratio", "outcome"), [("0.5", "unsupported"), ("1.0", "not needed")])
+def test_a_part_of_the_state_is_refused(ratio: str, outcome: str, tmp_path: Path, capsys) -> None:
+    """DeepSpeed's `ratio`: a part of the steps runs on the host."""
+    below = f'"offload_optimizer": {{"device": "cpu", "ratio": {ratio}}}'
+    (tmp_path / "zero.json").write_text(f'{{"zero_optimization": {{"stage": 3, {below}}}}}')
+    assert main(["import-config", str(tmp_path / "zero.json"), "--json"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["zero_optimization.offload_optimizer.ratio"]["outcome"] == outcome
+
+
+def test_a_file_in_the_place_of_a_coordinators_directory(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["replicas", "--dir", str(tmp_path / "file")]) == 2
+    assert "cannot be a directory: File exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["ds_zero3_nvme.json"])

@@ -61,6 +61,13 @@ def parser() -> argparse.ArgumentParser:
 def _serve(args: argparse.Namespace) -> int:
     if args.momentum >= 1:
         raise ConfigError(f"--momentum: {args.momentum:g} is not below 1")
+    folder = Path(args.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--dir {folder}: cannot be a directory: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"--dir {folder}: cannot be written to")
     try:
         listener = socket.create_server((args.host, args.port), backlog=1024)
     except (OSError, OverflowError) as error:
@@ -79,7 +86,7 @@ def _serve(args: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     _say(f"waits for {args.replicas} replicas at {host}:{port}")
     with listener:
-        Coordinator(meeting, Path(args.dir), _say).serve(listener)
+        Coordinator(meeting, folder, _say).serve(listener)
     _say("all replicas have left")
     return 0
 

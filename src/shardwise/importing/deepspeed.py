@@ -332,8 +332,12 @@ def _offloading(part: Part) -> None:
                 )
         elif device == "none":
             part.same(key, "stays on the device")
+        ratio = f"{_ZERO}.{where}.ratio"
+        is_part = is_on and part.number(ratio) not in (None, 1)
+        if is_part:
+            part.refuse(ratio, "all of it goes there, or nothing")
         for below in part.names(f"{_ZERO}.{where}"):
-            if below != key and below in _HANDLED:
+            if below != key and below in _HANDLED and not (is_part and below == ratio):
                 note = f"goes with {where}.device" if is_on else "nothing is offloaded"
                 part.skip_rest(below, note)
         if old == "cpu_offload":

@@ -21,6 +21,7 @@ it is done: no stream waits for another one on its behalf.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -64,6 +65,7 @@ class Behind:
         self._steps: dict[Mark, Step] = {}
         self._num_chunks = 0  # for which there is memory
         self._waited: dict[Mark, None] = {}  # for these, in this order, since the last step
+        _ALL.add(self)
 
     # -- handing over ----------------------------------------------------------------------------
     def step(self, gradients: dict[Tensor, Tensor]) -> None:
@@ -113,7 +115,7 @@ class Behind:
             if type(parameter) is ShardTensor:
                 written(parameter)
         self._steps[mark] = step
-        mark.complete = step.settle
+        mark.begin_writing(step.settle)
 
     def _waiting(self) -> list[Future[None]]:
         return [step.future for step in self._steps.values() if not step.future.done()]
@@ -132,39 +134,73 @@ class Behind:
 
     def finish_unit(self, mark: Mark) -> None:
         """Wait for a unit's step, and raise what went wrong in it."""
-        if (step := self._steps.pop(mark, None)) is None:
+        if (step := self._steps.get(mark)) is None:
             return
+        wait([step.future])  # an interrupt here leaves all as it is
+        if self._steps.pop(mark, None) is None:
+            return  # another thread has waited too
         self._waited[mark] = None
-        mark.complete = None
+        mark.end_writing()
         for ref in step.held:
             if (tensor := ref()) is not None and tensor._pending is step:
                 tensor._pending = None
         step.future.result()
 
-    def finish_all(self, *, tells: bool = True) -> None:
-        """Wait for all, and raise what went wrong first, unless nobody wants to know."""
-        first: BaseException | None = None
+    def finish_all(self) -> None:
+        """Wait for all, and raise what went wrong first."""
+        if (error := self.end_all()) is not None:
+            raise error
+
+    def end_all(self) -> Exception | None:
+        """Wait for all; what went wrong first."""
+        first = None
         for mark in list(self._steps):
             try:
                 self.finish_unit(mark)
-            except BaseException as error:  # noqa: BLE001 - raised below
+            except Exception as error:  # noqa: BLE001 - raised by the caller
                 first = first or error
-        if first is not None and tells:
-            raise first
+        return first
 
-    def close(self) -> None:
-        self.finish_all(tells=False)
+    def close(self) -> Exception | None:
+        """Wait for all, and end the thread; what went wrong."""
+        error = self.end_all()
         self._pool.shutdown()
+        return error
+
+    def __del__(self) -> None:
+        """Nobody waits any more: model and optimizer have gone."""
+        for step in getattr(self, "_steps", {}).values():
+            step.mark.end_writing()
+
+
+def _run(optimizer: OffloadedOptimizer, part: Part, streams: Streams, ready: Any) -> None:
+    """In the thread. When a unit has failed, those behind it are not stepped."""
+    optimizer.raise_failure()
+    try:
+        _step(optimizer, part, streams, ready)
+    except BaseException as error:
+        optimizer.note_failure(error)
+        raise
 
 
 @torch.no_grad()
-def _run(optimizer: OffloadedOptimizer, part: Part, streams: Streams, ready: Any) -> None:
-    """In the thread."""
+def _step(optimizer: OffloadedOptimizer, part: Part, streams: Streams, ready: Any) -> None:
     streams.reach(ready)
     with streams.lane("copy"):
         optimizer._run(part)
     if streams.is_async:
         streams.reach(streams.record("copy"))
+
+
+def _wait_before_fork() -> None:
+    """A child has no such thread: what it reads is complete by then."""
+    for behind in list(_ALL):
+        wait([step.future for step in list(behind._steps.values())])
+
+
+_ALL: weakref.WeakSet[Behind] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_wait_before_fork)
 
 
 def _mark_of(parameter: Tensor) -> Mark | None:

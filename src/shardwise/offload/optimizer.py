@@ -103,7 +103,7 @@ class OffloadedOptimizer(Optimizer):
         self._kept: Kept | None = None
         self._behind = Behind(self) if in_background else None
         self._checked: dict[int, str] = {}  # options of groups, for which slots were asked
-        self._failure = ""
+        self._failure, self._is_closed = "", False
         self._loading: dict[int, Tensor] = {}  # master weights of a state dict
         self._coming: dict[Tensor, Any] = dict(optimizer.state)  # until there is room for it
         optimizer.state = defaultdict(dict)
@@ -264,7 +264,7 @@ class OffloadedOptimizer(Optimizer):
         return self._with_entries(gradients)
 
     def _with_entries(self, gradients: Mapping[Tensor, Tensor] | None) -> Kept:
-        self._raise_failure()
+        self.raise_failure()
         groups = self._groups()
         wanted = [p for p in groups if p.requires_grad] if gradients is None else list(gradients)
         if strangers := [p for p in wanted if p not in groups]:
@@ -285,7 +285,13 @@ class OffloadedOptimizer(Optimizer):
             self._kept.put(coming)
         return self._kept
 
-    def _raise_failure(self) -> None:
+    def note_failure(self, error: BaseException) -> None:
+        """A step has failed in the background: some units are stepped, others are not."""
+        self._failure = self._failure or str(error) or type(error).__name__
+
+    def raise_failure(self) -> None:
+        if self._is_closed:
+            raise OffloadError("the optimizer was closed; make another one")
         if self._failure:
             raise OffloadError(
                 f"the optimizer's state is not whole since a step has failed ({self._failure}); "
@@ -392,8 +398,10 @@ class OffloadedOptimizer(Optimizer):
     def put_state(self, values: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """State for these parameters, and none for all others; slots may be a `SlotSource`. A step
         that has failed is forgotten."""
+        if self._is_closed:
+            raise OffloadError("the optimizer was closed; make another one")
         if self._behind is not None:
-            self._behind.finish_all(tells=False)
+            self._behind.end_all()
         self._failure, self._coming = "", {}
         if self._kept is not None:
             self._kept.store.reset()
@@ -441,7 +449,7 @@ class OffloadedOptimizer(Optimizer):
         """Wait for steps and writes that are under way, and raise what went wrong in them."""
         if self._behind is not None:
             self._behind.finish_all()
-        self._raise_failure()
+        self.raise_failure()
         if self._kept is not None:
             try:
                 self._kept.store.flush()
@@ -450,12 +458,14 @@ class OffloadedOptimizer(Optimizer):
                 raise
 
     def close(self) -> None:
-        """Give memory and files back; the state is gone."""
-        if self._behind is not None:
-            self._behind.close()
+        """Give memory and files back; the state is gone. What went wrong in a step in the
+        background is raised then."""
+        error = self._behind.close() if self._behind is not None else None
         if self._kept is not None:
             self._kept.store.close()
-        self._failure = "it was closed"
+        self._is_closed = True
+        if error is not None:
+            raise error
 
 
 @dataclass(frozen=True, slots=True)

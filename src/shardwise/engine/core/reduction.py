@@ -19,7 +19,7 @@ from shardwise._torch_compat import local_of, post_accumulate_hooks, tensor_hook
 from shardwise.comm.transport import Handle
 from shardwise.engine.core.bucket import BucketState
 from shardwise.engine.core.parameter import ShardedParam
-from shardwise.engine.tensor.shard_tensor import ShardTensor
+from shardwise.engine.tensor.shard_tensor import ShardTensor, settle
 from shardwise.layout import ReduceLayout
 
 if TYPE_CHECKING:
@@ -195,6 +195,7 @@ def deliver(param: ShardedParam, grad: Any, *, run_hooks: bool) -> None:
     if existing is None:
         sharded.grad = grad
     else:
+        settle((existing,))  # a thread may still step with it
         local_of(existing).add_(local_of(grad))  # type: ignore[arg-type]
     if run_hooks and sharded._post_accumulate_grad_hooks:
         for accumulated in post_accumulate_hooks(sharded):

@@ -67,6 +67,26 @@ class Mark:
         self.steps_in_backward = False
         self.sum_order: Any = None  # set while a reproducible run is on
 
+    def begin_writing(self, complete: Callable[[], None]) -> None:
+        """Another thread writes to the shards from here on, until `end_writing`."""
+        self.complete = complete
+        _BEING_WRITTEN[0] += 1
+
+    def end_writing(self) -> None:
+        self.complete = None
+        _BEING_WRITTEN[0] -= 1
+
+
+# How many marks another thread writes to: while there are none, nobody looks for them.
+_BEING_WRITTEN = [0]
+
+
+def complete_writing(args: Any) -> None:
+    """Wait for another thread that writes to what these show, which may be views of shards."""
+    for mark in set(filter(None, map(_mark, _sharded_in(args)))):
+        if mark.complete is not None:
+            mark.complete()
+
 
 class Pending(Protocol):
     """What a gradient still lacks: `settle` reduces it over the ranks (a collective), `drop`
@@ -129,6 +149,8 @@ class ShardTensor(DTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _BEING_WRITTEN[0]:
+            complete_writing((*args, *kwargs.values()))
         special = rules.SPECIAL.get(func)
         if special is not None:
             done, result = special(func, args, kwargs)
@@ -557,6 +579,8 @@ def _sharded_in(args: Any) -> Iterator[ShardTensor]:
 
 
 def settle(args: Any) -> None:
+    if _BEING_WRITTEN[0]:
+        complete_writing(args)
     for arg in args:
         if type(arg) is ShardTensor:
             if arg._pending is not None:
