@@ -82,11 +82,13 @@ def way_of(
     ways = [{"foreach": True}]
     on_cpu = device.type == "cpu"
     has_fused = "fused" in inspect.signature(cls).parameters
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
+    if on_cpu and cls is torch.optim.SGD and min(d.itemsize for d in dtypes or [torch.float32]) < 4:
+        has_fused = False  # torch 2.13: its kernel keeps another momentum for 16 bits
     if fused and has_fused and (on_cpu or cls is not torch.optim.Adagrad):
         ways.insert(0, {"fused": True})
     if not in_bfloat16(config):
         return ways[0]
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     return way_with_bfloat16(config, dtypes, device, ways)
 
 
