@@ -29,6 +29,8 @@ from two_hosts_traffic import (  # noqa: E402
     sent_by,
 )
 
+sys.path.remove(str(FOLDER))  # `engine` is a module there, and a folder of tests here
+
 ABSENT = testbed.why_not()
 needs_hosts = pytest.mark.skipif(bool(ABSENT), reason=ABSENT or "never")
 

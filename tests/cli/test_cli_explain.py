@@ -166,7 +166,8 @@ def test_a_default_that_does_not_go(capsys) -> None:
     assert 'with "", the default, the rest does not go: offload.directory' in said
 
 
-def test_the_effective_configuration(tmp_path, capsys) -> None:
+def test_the_effective_configuration(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     job = tmp_path / "job.toml"
     job.write_text("[train]\nmicro_batch = 4\n")
     rows = json.loads(said_of(capsys, str(job), "--config", "--json", "--optim.kind", "sgd"))

@@ -77,7 +77,6 @@ def test_help_of_the_command_lists_commands_that_exist(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
     assert "train" in text and "plan" in text
-    assert "report" not in text
 
 
 @pytest.mark.parametrize(

@@ -139,17 +139,18 @@ class GradsInPlace:
             out[at : at + param.numel // layout.world]
             for param, at in zip(layout.params, layout.offsets(0), strict=True)
         ]
-        if layout.largest_numel < layout.counts_offset:
-            out[layout.largest_numel : layout.counts_offset].zero_()  # sent to replicas with it
-        return [*read, self._counts()], [*written, out[layout.counts_offset :]]
+        return [*read, self._counts()], [*written, out[layout.largest_numel :]]
 
     def _counts(self) -> torch.Tensor:
-        """For each rank and parameter."""
-        world, num = self.plan.layout.world, len(self._arrived)
-        counts = self._like.new_ones(world, num)
+        """For each rank and parameter, behind the gap up to where they lie: replicas are sent that
+        too, so something is to be written to it.
+        """
+        layout = self.plan.layout
+        gap = layout.counts_offset - layout.largest_numel
+        counts = self._like.new_ones(layout.world, gap + len(self._arrived))
         for index, arrived in enumerate(self._arrived):
             if not arrived:
-                counts[:, index].zero_()
+                counts[:, gap + index].zero_()
         return counts.view(-1)
 
     def packed(self) -> tuple[PackedGrads, list[torch.Tensor]]:
