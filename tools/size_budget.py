@@ -15,12 +15,12 @@ BUDGETS = {
     "offload": 1_850,  # chunks, kernel on views, files with direct I/O, streams, state in and out
     "replicas": 890,  # rounds, outer step, streams: DiLoCo
     "checkpoint": 5_270,  # 70: the state of offloaded optimizers in pieces, out and in
-    "train": 11_095,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
+    "train": 11_105,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links
-    "cli, plan": 1_640,  # 225: explain --why, --config; replicas: 105
+    "cli, plan": 1_630,  # 225: explain --why, --config; replicas: 105
     "report": 520,  # a run as a page: pictures, tables, the command
     "importing": 2_260,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
-    ".": 1_035,  # what lies beside the packages
+    ".": 1_040,  # what lies beside the packages
 }
 WARN_FILE_LINES = 600
 MAX_FILE_LINES = 700

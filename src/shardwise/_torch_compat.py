@@ -391,6 +391,13 @@ def coalesces(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     return bool(getattr(backend_of(group, device), "supports_coalescing", False))
 
 
+def all_gather_call() -> Any:
+    """torch's function for one tensor: older names warn since 2.13, newer ones do not exist before.
+    Looked up at each call, since tools replace it.
+    """
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def symmetric_memory() -> Any:
     """The module: public names of a private one. Imported when it is used, for it starts much."""
     import torch.distributed._symmetric_memory as module

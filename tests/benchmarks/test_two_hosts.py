@@ -15,21 +15,13 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
+from beside import BENCHMARKS, from_benchmarks
 
-import testbed  # noqa: E402 - lies beside the script
-import two_hosts  # noqa: E402
-from two_hosts_traffic import (  # noqa: E402
-    HEADER_BYTES,
-    SEGMENT_BYTES,
-    Collective,
-    on_cable,
-    sent_across,
-    sent_by,
-)
-
-sys.path.remove(str(FOLDER))  # `engine` is a module there, and a folder of tests here
+testbed, two_hosts = from_benchmarks("testbed"), from_benchmarks("two_hosts")
+traffic = from_benchmarks("two_hosts_traffic")
+HEADER_BYTES, SEGMENT_BYTES = traffic.HEADER_BYTES, traffic.SEGMENT_BYTES
+Collective, on_cable = traffic.Collective, traffic.on_cable
+sent_across, sent_by = traffic.sent_across, traffic.sent_by
 
 ABSENT = testbed.why_not()
 needs_hosts = pytest.mark.skipif(bool(ABSENT), reason=ABSENT or "never")
@@ -267,7 +259,7 @@ with testbed.TwoHosts(testbed.Profile(1)) as bed:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda n: n.name)
 def test_nothing_is_left_of_a_benchmark_that_is_killed(number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(FOLDER)],
+        [sys.executable, "-c", HOLD, str(BENCHMARKS)],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -290,7 +282,7 @@ def test_a_tiny_run(tmp_path: Path) -> None:
     words = ["--quick", "--layouts", "2x1", "--gbit", "10", "--json", str(file)]
     names = ("shardwise full", "shardwise hybrid", "shardwise full int8")
     done = subprocess.run(
-        [sys.executable, FOLDER / "two_hosts.py", *words, "--engines", ",".join(names)],
+        [sys.executable, BENCHMARKS / "two_hosts.py", *words, "--engines", ",".join(names)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -426,9 +426,8 @@ def failing_for_one() -> Any:
     return step
 
 
-@on_ranks(2)
-def test_a_unit_that_failed_ends_all_steps(rank: int, world: int) -> None:
-    """Units behind it do not step, nothing is saved, and `close` raises it too."""
+def fail(rank: int, world: int, ask: str) -> tuple[Any, OffloadedOptimizer]:
+    """A model whose second unit has failed to step, and its optimizer, which was asked about it."""
     model = Setting("full_shard").shard(make(Mlp), world)
     optimizer = in_background(model)
     loss_of(model(batch(model, 0, rank))).backward()
@@ -436,7 +435,14 @@ def test_a_unit_that_failed_ends_all_steps(rank: int, world: int) -> None:
         patch.setattr(behind, "_step", failing_for_one())
         optimizer.step()
         with pytest.raises(MemoryError, match="no room for a chunk"):
-            optimizer.flush()
+            getattr(optimizer, ask)()
+    return model, optimizer
+
+
+@on_ranks(2)
+def test_a_unit_that_failed_ends_all_steps(rank: int, world: int) -> None:
+    """Units behind it do not step, and nothing is saved."""
+    _, optimizer = fail(rank, world, "flush")
     for use in (optimizer.step, optimizer.state_dict, optimizer.flush):
         with pytest.raises(OffloadError, match=r"a step has failed \(no room for a chunk"):
             use()
@@ -445,14 +451,7 @@ def test_a_unit_that_failed_ends_all_steps(rank: int, world: int) -> None:
 
 @on_ranks(2)
 def test_closing_tells_of_the_last_step(rank: int, world: int) -> None:
-    model = Setting("full_shard").shard(make(Mlp), world)
-    optimizer = in_background(model)
-    loss_of(model(batch(model, 0, rank))).backward()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(behind, "_step", failing_for_one())
-        optimizer.step()
-        with pytest.raises(MemoryError, match="no room for a chunk"):
-            optimizer.close()
+    model, optimizer = fail(rank, world, "close")
     for use in (optimizer.step, lambda: optimizer.load_state_dict(adamw(model).state_dict())):
         with pytest.raises(OffloadError, match="was closed; make another one"):
             use()

@@ -134,6 +134,10 @@ class Careless(streams.DeviceStreams):
             with self._module.stream(self._lanes[name]):
                 yield
 
+    def mark(self) -> None:
+        if self.forgotten != "mark":
+            super().mark()
+
     def wait(self, event: Any) -> None:
         if self.forgotten != "wait":
             super().wait(event)
@@ -148,7 +152,7 @@ def forget(rank: int, world: int, what: str, folder: Path) -> list[str]:
     return simulated_device.report().races
 
 
-@pytest.mark.parametrize("what", ["fork gather", "fork reduce", "wait"])
+@pytest.mark.parametrize("what", ["mark", "fork reduce", "wait"])
 def test_a_planted_fault_is_found(what: str, tmp_path: Path) -> None:
     for races in run_on_devices(2, forget, what, tmp_path):
         assert races

@@ -9,13 +9,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import jobs
 import pytest
 from jobs import TINY, run_job
 
+from beside import from_benchmarks
 from ranks import on_ranks
 from shardwise.doctor.run.case import Case
 from shardwise.doctor.run.checks import examine
@@ -24,8 +24,6 @@ from shardwise.layout import Collective, Moment
 from shardwise.train import link
 from shardwise.train.config import Config, MeshConfig, ShardConfig
 from shardwise.train.hosts import Host, crosses_hosts, describe_mesh, host_problems, hosts_of
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def placed(*names: str) -> tuple[Host, ...]:
@@ -210,10 +208,7 @@ def _params_of_tiny() -> int:
     return sum(p.numel() for p in build_model(loaded.config, None).parameters())
 
 
-sys.path.insert(0, str(BENCHMARKS))
-import testbed  # noqa: E402 - lies beside the benchmarks
-import two_hosts  # noqa: E402
-
+testbed, two_hosts = from_benchmarks("testbed"), from_benchmarks("two_hosts")
 ABSENT = testbed.why_not()
 
 

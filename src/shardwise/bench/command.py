@@ -27,7 +27,7 @@ from shardwise.bench.workload import (
 )
 from shardwise.comm.choose import names
 from shardwise.errors import ConfigError
-from shardwise.train.options import CommandParser
+from shardwise.train.options import CommandParser, count_to, number
 from shardwise.units import full_name
 
 if TYPE_CHECKING:
@@ -87,14 +87,20 @@ def parser() -> argparse.ArgumentParser:
     add("--workload", metavar="NAME", help=f"built-in decoder: {', '.join(WORKLOADS)} (23M)")
     add("--engines", default="installed", help="with commas; also: installed (default), all")
     add("--precision", help="fp32, bf16, or both with a comma (fp32)")
-    add("--nproc", type=_count, default=2, metavar="N", help="ranks, on this machine's CPU (2)")
-    add("--threads", type=_count, metavar="N", help="of each rank (cores / ranks)")
-    add("--micro-batches", type=_count, metavar="N", help="of a rank in each step (1)")
-    add("--rounds", type=_count, default=3, metavar="N", help="turns of each engine (3)")
-    add("--steps", type=_count, default=3, metavar="N", help="timed steps in a turn (3)")
-    add("--limit-s", type=_seconds, default=270.0, metavar="S", help="0: no limit (270)")
+    add(
+        "--nproc",
+        type=count_to(65_536),
+        default=2,
+        metavar="N",
+        help="ranks, on this machine's CPU (2)",
+    )
+    add("--threads", type=count_to(65_536), metavar="N", help="of each rank (cores / ranks)")
+    add("--micro-batches", type=count_to(65_536), metavar="N", help="of a rank in each step (1)")
+    add("--rounds", type=count_to(65_536), default=3, metavar="N", help="turns of each engine (3)")
+    add("--steps", type=count_to(65_536), default=3, metavar="N", help="timed steps in a turn (3)")
+    add("--limit-s", type=number, default=270.0, metavar="S", help="0: no limit (270)")
     add("--optimizer", choices=("fused", "foreach", "loop"), default="fused", help="of AdamW")
-    add("--lr", type=_seconds, metavar="LR", help="learning rate (3e-4)")
+    add("--lr", type=number, metavar="LR", help="learning rate (3e-4)")
     add("--no-memory", action="store_true", help="leave out the pass that measures memory")
     add("--only", choices=("memory",), help="no timed steps: memory, traffic and loss alone")
     add("--cgroup", metavar="DIR", help="measure memory in this cgroup instead of by summed PSS")
@@ -243,22 +249,6 @@ def _check_files(*names: str | None) -> None:
             raise ConfigError(f"--figure: {name}: expected a name that ends with .png, .svg, .pdf")
         if option == "--figure" and name and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("--figure: needs matplotlib; pip install matplotlib")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65_536:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"expected a number from 0, found {text!r}")
-    return value
 
 
 def _interrupt(number: int, frame: object) -> None:

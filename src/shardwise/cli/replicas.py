@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.train.options import CommandParser
+from shardwise.train.options import CommandParser, count_to, number
 
 _ABOUT = """\
 The process through which replicas of a job meet: each is a `shardwise train` of its own with
@@ -48,13 +48,19 @@ def parser() -> argparse.ArgumentParser:
     )
     add = result.add_argument
     add("--dir", required=True, metavar="DIR", help="where its state is kept")
-    add("--steps", type=_count, default=20, metavar="H", help="that replicas train alone (20)")
-    add("--replicas", type=_count, default=2, metavar="N", help="with which it begins (2)")
+    add(
+        "--steps",
+        type=count_to(2**31),
+        default=20,
+        metavar="H",
+        help="that replicas train alone (20)",
+    )
+    add("--replicas", type=count_to(2**31), default=2, metavar="N", help="with which it begins (2)")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=29600, help="0: any that is free (29600)")
-    add("--lr", type=_number, default=0.7, help="of the outer step (0.7)")
-    add("--momentum", type=_number, default=0.9, help="Nesterov's, of the outer step (0.9)")
-    add("--patience", type=_number, default=300.0, metavar="S", help="with late replicas (300)")
+    add("--lr", type=number, default=0.7, help="of the outer step (0.7)")
+    add("--momentum", type=number, default=0.9, help="Nesterov's, of the outer step (0.9)")
+    add("--patience", type=number, default=300.0, metavar="S", help="with late replicas (300)")
     return result
 
 
@@ -93,19 +99,3 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     print(f"shardwise replicas: {text}", file=sys.stderr, flush=True)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"expected a number from 0, found {text!r}")
-    return value

@@ -10,8 +10,8 @@ Three lanes run beside the stream on which the user computes:
              on their way to the host     back (`offload`), which waits for it as a host
     compute  the user's stream: the one that is current when it calls. There may be several
 
-All units and transports of a device share the lanes: an allocator keeps memory by stream,
-so what one unit has released serves the next one only where both gather on the same lane.
+All units and transports of a device share the lanes: an allocator keeps memory by stream, so what
+one unit has released serves the next one only where both gather on the same lane.
 
 Lifetimes follow from events; no memory is left to the allocator to watch (`record_stream`). A
 gathered buffer is allocated on the gather lane and read on the compute stream; it is released by

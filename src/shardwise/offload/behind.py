@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.streams import Streams, streams_for
-from shardwise.engine.tensor.shard_tensor import Mark, ShardTensor, written
+from shardwise.engine.tensor.shard_tensor import Mark, ShardTensor
 
 if TYPE_CHECKING:
     from shardwise.offload.optimizer import OffloadedOptimizer, Part
@@ -42,13 +42,13 @@ LIMIT = 2  # units that wait for their step in a backward
 
 @dataclass(slots=True)
 class Step:
-    """A unit's step that is under way. It stands in the place of what is pending of parameters and
-    gradients (`shard_tensor.Pending`)."""
+    """A unit's step that is under way. It stands in the place of what is pending of the gradients
+    that it reads (`shard_tensor.Pending`); parameters, and views of them, have their mark."""
 
     behind: Behind
     mark: Mark
     future: Future[None]
-    held: list[weakref.ref[ShardTensor]]
+    read: list[weakref.ref[ShardTensor]]
 
     def settle(self) -> None:
         self.behind.finish_unit(self.mark)
@@ -107,13 +107,10 @@ class Behind:
             ready = streams.record("compute")
         future = self._pool.submit(_run, optimizer, part, streams, ready)
         read = [p.grad for p in parameters if type(p.grad) is ShardTensor]
-        tensors = [t for t in (*parameters, *read) if type(t) is ShardTensor]
-        step = Step(self, mark, future, [weakref.ref(t) for t in tensors])
-        for tensor in tensors:
-            tensor._pending = step
-        for parameter in parameters:
-            if type(parameter) is ShardTensor:
-                written(parameter)
+        step = Step(self, mark, future, [weakref.ref(gradient) for gradient in read])
+        for gradient in read:
+            gradient._pending = step
+        mark.count += 1  # kept copies are stale from here on
         self._steps[mark] = step
         mark.begin_writing(step.settle)
 
@@ -141,9 +138,9 @@ class Behind:
             return  # another thread has waited too
         self._waited[mark] = None
         mark.end_writing()
-        for ref in step.held:
-            if (tensor := ref()) is not None and tensor._pending is step:
-                tensor._pending = None
+        for ref in step.read:
+            if (gradient := ref()) is not None and gradient._pending is step:
+                gradient._pending = None
         step.future.result()
 
     def finish_all(self) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise._torch_compat import all_gather_call
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.engine.core.state import units_in
 from shardwise.engine.services.inspect import record_events
@@ -120,7 +121,7 @@ def _probe_s(world: int, device: torch.device) -> float:
     """Of the faster of two gathers; connections are made by one before."""
     part = torch.zeros(PROBE_BYTES // world, dtype=torch.uint8, device=device)
     whole = torch.empty(part.numel() * world, dtype=torch.uint8, device=device)
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather = all_gather_call()
     times = []
     for _ in range(3):
         dist.barrier()

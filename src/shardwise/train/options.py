@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from shardwise.errors import ConfigError
@@ -28,6 +28,28 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
+
+
+def count_to(most: int) -> Callable[[str], int]:
+    """The type of an option: a whole number from 1."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
+        return int(text)
+
+    return count
+
+
+def number(text: str) -> float:
+    """The type of an option: a number from 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected a number from 0, found {text!r}")
+    return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

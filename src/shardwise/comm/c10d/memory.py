@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise._torch_compat import backend_of, symmetric_memory
+from shardwise._torch_compat import all_gather_call, backend_of, symmetric_memory
 
 
 class GroupMemory:
@@ -29,7 +29,7 @@ class GroupMemory:
         self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         backend = backend_of(self._group, device)
-        if backend.supports_tensor_alloc(device):
+        if backend is not None and backend.supports_tensor_alloc(device):
             flat = backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
             return flat.view(size)
         return torch.empty(size, dtype=dtype, device=device)
@@ -54,8 +54,7 @@ class SymmetricGather:
     ) -> Any:
         if self._symmetric.is_symm_mem_tensor(output_tensor):  # else gathered without staging
             self._symmetric.rendezvous(output_tensor, group=_name(group))
-        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return call(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather_call()(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def _name(group: Any) -> str:

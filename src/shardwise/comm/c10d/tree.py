@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch_compat import all_gather_call
 from shardwise.comm.c10d.bucket import C10dBucket
 from shardwise.comm.c10d.packed_grads import PackedGrads
 from shardwise.comm.ordered import Issued, Ordered
@@ -120,5 +121,4 @@ def _all_to_all(
 
 
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None) -> Any:
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(out, part.contiguous(), group=group, async_op=True)
+    return all_gather_call()(out, part.contiguous(), group=group, async_op=True)

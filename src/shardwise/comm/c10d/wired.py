@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch_compat import all_gather_call
 from shardwise.comm.c10d.bucket import C10dBucket
 from shardwise.comm.c10d.packed_grads import PackedGrads
 from shardwise.comm.c10d.staging import GatherPlan, GatherStaging
@@ -187,8 +188,7 @@ def _named(call: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _all_gather(out: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
-    call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return call(out, part, group=group, async_op=True)
+    return all_gather_call()(out, part, group=group, async_op=True)
 
 
 def _all_to_all(
