@@ -102,6 +102,28 @@ def test_elsewhere_it_stays_readable(transport: str, rank: int, world: int) -> N
         assert gathered_bytes(model) == 0
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_ranks(2)
+def test_a_thread_that_lets_go_late_hides_no_view(transport: str, rank: int, world: int) -> None:
+    """Gloo's threads hold views of what they gathered for a moment after it is there."""
+    kept: list[Any] = []
+    model = build(in_list(kept, VIEWS["slice"]), world, transport)
+    (bucket,) = next(unit for unit in units_in(model) if unit.buckets).buckets
+    count = bucket.count_uses_behind_gather
+
+    def count_beside_a_thread() -> None:
+        views = bucket.out.chunk(world)
+        count()
+        del views
+
+    bucket.count_uses_behind_gather = count_beside_a_thread
+    for _ in range(3):  # its first gathers, and the first behind which a view was kept
+        with torch.no_grad():
+            model(torch.ones(2, SIZE))
+        assert kept[-1].untyped_storage().nbytes(), "the memory of a kept view was taken"
+    assert gathered_bytes(model) == 0
+
+
 @on_ranks(2)
 def test_retained_graphs_keep_no_memory(rank: int, world: int) -> None:
     """What autograd holds of a graph that is kept is released all the same."""

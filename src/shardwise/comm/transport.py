@@ -104,6 +104,10 @@ class Bucket:
     follows: bool = False  # its reductions follow those of another bucket: none is missed alone
     keeps_bits: bool = False  # gathered exactly, whatever wire format its layout has
 
+    def views_of(self, out: torch.Tensor) -> int:
+        """How many views of what is gathered to it keeps: none of them is a user's."""
+        return 0
+
     def separate_reductions(self, enable: bool) -> None:
         """Reductions have a communicator of their own, where gathers have one. A collective."""
 

@@ -43,6 +43,10 @@ class C10dBucket(Bucket):
     def __post_init__(self) -> None:
         self.is_wired = self.layout.wire != PLAIN
 
+    def views_of(self, out: torch.Tensor) -> int:
+        kept = self.gather_staging
+        return kept.num_views if kept is not None and kept.out is out else 0
+
     @property
     def group_of_sums(self) -> Any:
         return self.shard.group if self.reduce_group is None else self.reduce_group

@@ -51,10 +51,10 @@ class InPlaceGather:
     memory that comes and goes, where shards are stored in another one.
     """
 
-    __slots__ = ("_out", "_shard", "own", "parts", "wholes")
+    __slots__ = ("_shard", "out", "own", "parts", "wholes")
 
     def __init__(self, layout: BucketLayout, shard: torch.Tensor, out: torch.Tensor) -> None:
-        self._shard, self._out = shard, out
+        self._shard, self.out = shard, out
         casts = shard.dtype != out.dtype or shard.device != out.device
         self.own = Staging(layout.chunk_numel, out, None) if casts else None
         read = shard if self.own is None else self.own.packed
@@ -66,11 +66,15 @@ class InPlaceGather:
                 end = param.full_offset + param.full_space
                 self.wholes.append(out[param.full_offset : end])
 
+    @property
+    def num_views(self) -> int:
+        return len(self.wholes)
+
     @classmethod
     def take(cls, bucket: C10dBucket, shard: torch.Tensor, out: torch.Tensor) -> InPlaceGather:
         """The bucket's own, unless it is in use, or was made for others."""
         known = bucket.gather_staging
-        if type(known) is cls and known._out is out and known._shard is shard:
+        if type(known) is cls and known.out is out and known._shard is shard:
             if known.own is None:
                 return known
             if known.own.is_free:

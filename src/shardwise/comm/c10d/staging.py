@@ -105,7 +105,7 @@ class Staging:
 class GatherStaging(Staging):
     """With the views through which it is unpacked into the gathered buffer."""
 
-    __slots__ = ("_out", "_rows", "_sizes", "_sources", "_targets", "own")
+    __slots__ = ("_rows", "_sizes", "_sources", "_targets", "num_views", "out", "own")
 
     def __init__(
         self, layout: BucketLayout, plan: GatherPlan, out: torch.Tensor, rank: int, custom: Any
@@ -113,14 +113,16 @@ class GatherStaging(Staging):
         super().__init__(plan.packing.numel, out, custom)
         packed = self.packed
         self.own = plan.packing.chunk(packed, rank)
-        self._out = out
+        self.out = out
         self._sizes = [numel for numel, _ in plan.pieces]
         if plan.pieces:
             self._rows = packed.view(layout.world, -1)
             self._targets = [_place(layout, numel, index, out) for numel, index in plan.pieces]
+            self.num_views = sum(index >= 0 for _, index in plan.pieces)
         else:
             self._sources = [move.packed(packed) for move, _ in plan.moves]
             self._targets = [move.whole(out, offset) for move, offset in plan.moves]
+            self.num_views = len(self._targets)
 
     @classmethod
     def take(
@@ -128,7 +130,7 @@ class GatherStaging(Staging):
     ) -> GatherStaging:
         """The bucket's own buffer, unless it is in use or the user's collective allocates."""
         known = bucket.gather_staging
-        if type(known) is cls and known.is_free and known._out is out and custom is None:
+        if type(known) is cls and known.is_free and known.out is out and custom is None:
             known.take_again()
             return known
         made = cls(bucket.layout, plan, out, bucket.shard.rank, custom)

@@ -37,6 +37,10 @@ class SharedBucket(Bucket):
     plans: dict[int, tuple[weakref.ref[torch.Tensor], CopyPlan]] = field(default_factory=dict)
     reduce_plans: dict[int, ReducePlan] = field(default_factory=dict)
 
+    def views_of(self, out: torch.Tensor) -> int:
+        known = self.plans.get(id(out))
+        return len(known[1].destinations) if known is not None and known[0]() is out else 0
+
     def reduce_plan(self, layout: ReduceLayout) -> ReducePlan:
         """Made once for each layout; it holds the layout, whose id is thus its own."""
         plan = self.reduce_plans.get(id(layout))

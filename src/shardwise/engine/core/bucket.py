@@ -14,6 +14,7 @@ written since.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -35,6 +36,8 @@ from shardwise.engine.mesh.spread import Spread
 from shardwise.engine.tensor.shard_tensor import Mark, ShardTensor
 from shardwise.layout import BucketLayout, MixedPrecisionPolicy, OffloadPolicy, middle_layout
 
+# A thread of the backend that has not let go of a gather yet is no user: this often, 0.1 ms apart.
+PATIENCE = 10
 # What is asked of all parameters of a bucket is asked by one `map`, which stays in C.
 _version = attrgetter("_version")
 _shows_shards = attrgetter("shows_shards")
@@ -102,8 +105,9 @@ class BucketState:
         self._registered: tuple[torch.Tensor, ...] = ()  # what the registered shards show
         self._fulls: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()  # of the full parameters when they were gathered
-        self._own_uses = 0  # of the storage by engine and transport, see `guards.views`
-        self._uses_before_gather = self._uses_behind_gather = 0
+        # Uses of the storage, see `guards.views`: by the engine, the views of the transport among
+        # them; by these and autograd before a gather, and behind it.
+        self._own_uses = self._num_views = self._uses_before_gather = self._uses_behind_gather = 0
         self._uses_before = 0  # when a backward began
 
     @property
@@ -184,7 +188,7 @@ class BucketState:
         inner = [local_of(p.full) for p in self.params if isinstance(p.full, DTensor)]
         self._fulls = (*(param.full for param in self.params), *inner)
         self.forget_forms()
-        self._own_uses = self._uses_before_gather = storage_uses(self.storage)
+        self._own_uses, self._num_views = storage_uses(self.storage), 0
         self.release()
 
     # -- moving ----------------------------------------------------------------------------------
@@ -236,10 +240,17 @@ class BucketState:
         return [] if self.aliases else [self.storage.data_ptr()]
 
     def count_uses_behind_gather(self) -> None:
-        """Behind a gather: nobody has seen this copy; autograd may keep views of an older one."""
-        self._uses_behind_gather = uses = storage_uses(self.storage)
-        self._own_uses += uses - self._uses_before_gather  # views that the transport keeps
-        self._uses_before_gather = uses
+        """Behind a gather: nobody has seen this copy; autograd may keep views of an older one. The
+        transport says how many it keeps itself: counted, those of a backend's thread that is not
+        done with the collective yet would be among them.
+        """
+        assert self.bucket is not None
+        num_views = self.bucket.views_of(self.out)
+        if self.part is not None and self.part.bucket is not None:
+            num_views += self.part.bucket.views_of(self.out)
+        more, self._num_views = num_views - self._num_views, num_views
+        self._own_uses += more
+        self._uses_behind_gather = self._uses_before_gather + more
 
     def count_uses_before(self) -> None:
         """When a backward begins: autograd's views are among them. It sees a write to `aliases`."""
@@ -262,11 +273,16 @@ class BucketState:
         set_versions(self._fulls, (version,) * len(self._fulls))
 
     def _is_used_elsewhere(self, after: str) -> bool:
-        uses = storage_uses(self.storage)
-        if after == "forward":
-            return uses > self._uses_behind_gather
-        # A backward that keeps its graph drops none of autograd's views.
-        return self._own_uses < uses < self._uses_before
+        for _ in range(PATIENCE):
+            uses = storage_uses(self.storage)
+            if after == "forward":
+                are_more = uses > self._uses_behind_gather
+            else:  # a backward that keeps its graph drops none of autograd's views
+                are_more = self._own_uses < uses < self._uses_before
+            if not are_more:
+                return False
+            time.sleep(1e-4)
+        return True
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -285,7 +301,7 @@ class BucketState:
                 full.data = torch.empty(0, dtype=full.dtype, device=full.device).set_(
                     self.storage, full.storage_offset(), full.shape, full.stride()
                 )
-        self._own_uses = self._uses_before_gather = storage_uses(self.storage)
+        self._own_uses, self._num_views = storage_uses(self.storage), 0
 
     @property
     def gathered_bytes(self) -> int:
