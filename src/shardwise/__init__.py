@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from shardwise.comm.transport import Transport
     from shardwise.engine.api import fully_shard
     from shardwise.engine.guards.finite import check_finite
+    from shardwise.engine.mesh.own_rows import (
+        BlockRows,
+        WholeOn,
+        whole_blocks,
+        whole_matrices,
+    )
     from shardwise.engine.mesh.placing import ShardPlacementResult
     from shardwise.engine.mesh.rows import RowShard
     from shardwise.engine.module import (
@@ -51,10 +57,12 @@ if TYPE_CHECKING:
         Wire,
     )
     from shardwise.offload import OffloadedOptimizer
+    from shardwise.owned import OwnedOptimizer, local_view
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BlockRows": "engine.mesh.own_rows",
     "CPUOffloadPolicy": "layout",
     "DataParallelMeshDims": "layout",
     "CheckpointManager": "checkpoint.manager",
@@ -63,6 +71,7 @@ _HOMES = {
     "MixedPrecisionPolicy": "layout",
     "OffloadPolicy": "layout",
     "OffloadedOptimizer": "offload",
+    "OwnedOptimizer": "owned",
     "ReproducibleRun": "engine.reproducible.run",
     "ShardPlacementResult": "engine.mesh.placing",
     "RowShard": "engine.mesh.rows",
@@ -70,6 +79,7 @@ _HOMES = {
     "Strategy": "layout",
     "Transport": "comm.transport",
     "UnshardHandle": "engine.module",
+    "WholeOn": "engine.mesh.own_rows",
     "Wire": "layout",
     "check_finite": "engine.guards.finite",
     "clip_grad_norm_": "engine.services.clip",
@@ -78,6 +88,7 @@ _HOMES = {
     "get_optimizer_state_dict": "checkpoint.optimizer_state",
     "global_mean": "engine.services.tokens",
     "join": "engine.services.join",
+    "local_view": "owned",
     "install": "install",
     "load_full_state_dict": "checkpoint.pretrained",
     "load_pretrained": "checkpoint.pretrained",
@@ -95,9 +106,12 @@ _HOMES = {
     "step_in_backward": "engine.services.step_in_backward",
     "share_comm_ctx": "engine.module",
     "uninstall": "install",
+    "whole_blocks": "engine.mesh.own_rows",
+    "whole_matrices": "engine.mesh.own_rows",
 }
 
 __all__ = [
+    "BlockRows",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "CheckpointManager",
@@ -106,6 +120,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OffloadedOptimizer",
+    "OwnedOptimizer",
     "ReproducibleRun",
     "ShardPlacementResult",
     "RowShard",
@@ -113,6 +128,7 @@ __all__ = [
     "Strategy",
     "Transport",
     "UnshardHandle",
+    "WholeOn",
     "Wire",
     "check_finite",
     "clip_grad_norm_",
@@ -121,6 +137,7 @@ __all__ = [
     "get_optimizer_state_dict",
     "global_mean",
     "join",
+    "local_view",
     "install",
     "load_full_state_dict",
     "load_pretrained",
@@ -138,6 +155,8 @@ __all__ = [
     "step_in_backward",
     "share_comm_ctx",
     "uninstall",
+    "whole_blocks",
+    "whole_matrices",
 ]
 
 

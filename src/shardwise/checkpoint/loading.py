@@ -35,6 +35,7 @@ from shardwise.engine.services.clip import mark_dirty
 from shardwise.engine.tensor.shard_tensor import ShardTensor
 from shardwise.errors import CheckpointError
 from shardwise.offload import OffloadedOptimizer, SlotSource
+from shardwise.owned import OwnedOptimizer
 
 _EXTRA_STATE = "_extra_state"
 _UNTIE = (
@@ -188,6 +189,9 @@ def files_to_read(source: CheckpointSource, model: nn.Module, rank: int) -> set[
 
 
 # -- optimizers ----------------------------------------------------------------------------------
+KEEPS_ITS_OWN = (OffloadedOptimizer, OwnedOptimizer)  # state is given to them by `put_state`
+
+
 def load_optimizers(
     source: Source, model: nn.Module, optimizers: Optimizers, *, options: bool = True
 ) -> None:
@@ -201,13 +205,13 @@ def load_optimizers(
     groups = _matched_groups(source, many, names) if options else []
     state = {n: _slots_of(source, n, *owned[n], slots[n]) for n in owned if n in slots}
     for name, (optimizer, _, parameter) in owned.items():
-        if isinstance(optimizer, OffloadedOptimizer):
+        if isinstance(optimizer, KEEPS_ITS_OWN):
             continue
         optimizer.state.pop(parameter, None)
         if name in state:
             optimizer.state[parameter] = state[name]
     for optimizer in many:
-        if isinstance(optimizer, OffloadedOptimizer):
+        if isinstance(optimizer, KEEPS_ITS_OWN):
             own = {p: state[n] for n, (o, _, p) in owned.items() if o is optimizer and n in state}
             try:
                 optimizer.put_state(own)
@@ -255,7 +259,11 @@ def _slots_of(
         ):
             made[slot] = SlotSource(functools.partial(_read_flat, source, key, parameter))
             continue
-        tensor = _empty_slot(source, key, group, parameter)
+        if isinstance(optimizer, OwnedOptimizer):
+            info = source.tensors[key]
+            tensor = optimizer.empty_slot(parameter, info.shape, info.dtype)
+        else:
+            tensor = _empty_slot(source, key, group, parameter)
         fill(source, key, tensor)
         made[slot] = tensor
     return made

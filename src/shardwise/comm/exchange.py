@@ -103,6 +103,14 @@ def broadcast_object(own: Any, group: Group, what: str) -> Any:
     return _unpacked(data)
 
 
+def run_later(
+    issue: Callable[[], Any], group: Group, what: str, *, on_host: bool
+) -> Callable[[], None]:
+    """Issue a collective now; who calls what is returned waits for it, as others here do."""
+    work = issue()
+    return partial(_run, lambda: work, group, what, on_host=on_host)
+
+
 def _run(
     issue: Callable[[], Any],
     group: Group,

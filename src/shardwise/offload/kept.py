@@ -161,6 +161,21 @@ def local_part_of(parameter: Tensor) -> Tensor:
     return (local_of(parameter) if isinstance(parameter, DTensor) else parameter).detach()
 
 
+def name_of(parameter: Tensor) -> str:
+    return getattr(parameter, "_param_name", "") or f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """This rank's part of `.grad`, flat."""
+    gradient: Any = parameter.grad
+    if gradient.layout is not torch.strided:
+        raise ValueError(f"{name_of(parameter)}: its gradient is sparse; use dense gradients")
+    both = isinstance(gradient, DTensor) and isinstance(parameter, DTensor)
+    if both and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local_part_of(gradient).reshape(-1)
+
+
 class StateView(MutableMapping[Tensor, Any]):
     """`optimizer.state`: what is read is a copy, what is set is kept. What is written to a copy is
     not."""

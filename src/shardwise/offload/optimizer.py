@@ -26,17 +26,24 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.comm.streams import Streams, streams_for
 from shardwise.engine.tensor.shard_tensor import ShardTensor, settle, written
 from shardwise.errors import OffloadError
+from shardwise.offload.bare_step import BareStep, FirstState, set_gradient
 from shardwise.offload.behind import Behind
 from shardwise.offload.chunks import MASTER, Chunk, Entry, Piece, Slot, batches
 from shardwise.offload.files import Calls, WorkingFile, aligned
-from shardwise.offload.kept import Kept, StateView, copied, local_part_of
-from shardwise.offload.kernel import FirstState, Kernel, set_gradient
+from shardwise.offload.kept import (
+    Kept,
+    StateView,
+    copied,
+    gradient_of,
+    local_part_of,
+    name_of,
+)
+from shardwise.offload.kernel import Kernel
 from shardwise.offload.stores import FileStore, MemoryStore, Store
 
 Place = Literal["none", "cpu", "nvme"]
@@ -131,7 +138,7 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         settle([p.grad for p in held])
-        gradients = {p: _gradient_of(p) for p in held}
+        gradients = {p: gradient_of(p) for p in held}
         if self._behind is None:
             self._run(self._part(gradients))
         else:
@@ -157,7 +164,7 @@ class OffloadedOptimizer(Optimizer):
         if self._behind is None:
             return False
         if parameters:
-            self._behind.submit({p: _gradient_of(p) for p in parameters}, ready)
+            self._behind.submit({p: gradient_of(p) for p in parameters}, ready)
         return True
 
     def _part(self, gradients: dict[Tensor, Tensor]) -> Part:
@@ -170,7 +177,9 @@ class OffloadedOptimizer(Optimizer):
         self._check_options(kept, gradients, groups)
         chunks = kept.chunks_of(gradients)
         visits = [(c, any(p.entry.has_state for p in c.pieces)) for c in chunks]
-        kernel = self._kernel if self._behind is None else self._kernel.as_it_is()
+        kernel: BareStep = self._kernel
+        if self._behind is not None:
+            kernel = kernel.as_it_is()
         return Part(gradients, groups, kept, kernel, visits)
 
     def _run(self, part: Part) -> None:
@@ -268,7 +277,7 @@ class OffloadedOptimizer(Optimizer):
         groups = self._groups()
         wanted = [p for p in groups if p.requires_grad] if gradients is None else list(gradients)
         if strangers := [p for p in wanted if p not in groups]:
-            raise ValueError(f"{_name(strangers[0])}: is in no parameter group of the optimizer")
+            raise ValueError(f"{name_of(strangers[0])}: is in no parameter group of the optimizer")
         known = self._kept.entries if self._kept is not None else {}
         new = [p for p in wanted if p not in known]
         if self._kept is None:
@@ -301,7 +310,7 @@ class OffloadedOptimizer(Optimizer):
     def _entry(
         self, parameter: Tensor, group: int, gradient: Tensor | None, asked: dict[Any, Any]
     ) -> Entry:
-        local, name = local_part_of(parameter), _name(parameter)
+        local, name = local_part_of(parameter), name_of(parameter)
         if type(local) is not Tensor or not local.is_contiguous():
             raise ValueError(
                 f"{name}: its state cannot be kept in pieces, since its shard is "
@@ -477,7 +486,7 @@ class Part:
     gradients: dict[Tensor, Tensor]
     groups: dict[Tensor, int]
     kept: Kept
-    kernel: Kernel
+    kernel: BareStep
     visits: list[tuple[Chunk, bool]]
 
 
@@ -544,23 +553,8 @@ def _check(
         )
 
 
-def _name(parameter: Tensor) -> str:
-    return getattr(parameter, "_param_name", "") or f"a parameter of shape {tuple(parameter.shape)}"
-
-
 def _span(parameter: Tensor, piece: Piece) -> Tensor:
     return local_part_of(parameter).view(-1)[piece.start : piece.stop]
-
-
-def _gradient_of(parameter: Tensor) -> Tensor:
-    """This rank's part of `.grad`, flat."""
-    gradient: Any = parameter.grad
-    if gradient.layout is not torch.strided:
-        raise ValueError(f"{_name(parameter)}: its gradient is sparse; use dense gradients")
-    both = isinstance(gradient, DTensor) and isinstance(parameter, DTensor)
-    if both and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local_part_of(gradient).reshape(-1)
 
 
 def _refresh(master: Tensor, param: Tensor, *, is_new: bool) -> None:

@@ -24,9 +24,9 @@ ELEMENTWISE = frozenset(
     "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 _WHY_NOT = {
-    "Adafactor": "factors second moments over rows and columns, so it needs whole matrices",
+    "Adafactor": "needs whole matrices, to factor second moments (OwnedOptimizer gives it these)",
     "LBFGS": "takes dot products over all parameters",
-    "Muon": "orthogonalises whole matrices",
+    "Muon": "orthogonalises whole matrices (OwnedOptimizer gives it these)",
     "SparseAdam": "expects sparse gradients, which a sharded parameter does not have",
 }
 
@@ -133,7 +133,7 @@ def _buckets(unit: Unit) -> Iterator[str]:
 
 
 def _optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
-    if optimizer is None:
+    if optimizer is None or getattr(optimizer, "steps_whole", False):
         return
     optimizer = getattr(optimizer, "optimizer", optimizer)  # one around it computes with it
     name = type(optimizer).__name__

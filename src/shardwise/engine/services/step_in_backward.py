@@ -126,8 +126,14 @@ def step_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         optimizer: holds their parameters; element-wise (SGD, Adam, AdamW, ...).
 
     Raises:
-        ValueError: no module is sharded, or a unit has parameters that the optimizer lacks.
+        ValueError: no module is sharded, a unit has parameters that the optimizer lacks, or the
+            optimizer's step needs all ranks together (`OwnedOptimizer`).
     """
+    if getattr(optimizer, "needs_all_ranks", False):
+        raise ValueError(
+            f"{type(optimizer).__name__}: a step needs all ranks at the same point, and in the "
+            "backward each comes to a unit in its own time; call optimizer.step() behind it"
+        )
     units = sharded_units(model)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for unit in units:

@@ -29,9 +29,15 @@ def works_on_shards(func: Any, info: OpInfo) -> bool:
 def joined(t: DTensor) -> DTensor:
     """The whole of it on every rank, as a plain DTensor; a collective."""
     local, mesh = local_of(t).detach(), t.device_mesh
+    cuts: list[tuple[int, RowShard, int]] = []  # mesh dim, placement, rows that it cuts
+    rows = list(t.shape)
     for i, placement in enumerate(t.placements):
         if isinstance(placement, RowShard):
-            local = _join(local, t.shape[placement.dim], placement, mesh.get_group(i))
+            cuts.append((i, placement, rows[placement.dim]))
+            own = placement.cuts(rows[placement.dim], mesh.size(i))
+            rows[placement.dim] = own.size(mesh.get_local_rank(i))
+    for i, placement, num in reversed(cuts):  # the last one cut what those before it had left
+        local = _join(local, num, placement, mesh.get_group(i))
     replicated = (Replicate(),) * mesh.ndim
     spec = make_spec(mesh, replicated, t.shape, local.stride(), t.dtype)
     return new_dtensor(DTensor, local, spec)
