@@ -60,10 +60,13 @@ def test_own_keys_and_defaults_are_those_of_the_kind(tmp_path: Path) -> None:
         ({"kind": "adamv"}, "--optim.kind: 'adamv' is no optimizer of torch.optim that a job"),
         ({"kind": "adamv"}, "did you mean adam?"),
         ({"kind": "lbfgs"}, "lbfgs computes the loss several times a step (it needs a closure)"),
-        ({"kind": "Muon"}, "muon steps matrices only, and needs each of them whole"),
+        ({"kind": "Muon", "state_dtype": "bfloat16"}, "--optim.state_dtype: muon needs whole"),
+        ({"kind": "adafactor", "state_dtype": "bfloat16"}, "adafactor needs whole matrices"),
+        ({"kind": "muon", "ns_steps": "0.5"}, "--optim.ns_steps: expected a whole number from 1"),
+        ({"adamw": "head"}, "--optim.adamw: has no effect: optim.kind is 'adamw'"),
         ({"kind": "sgd", "momentun": "1"}, "--optim.momentun: unknown key for optim.kind = 'sgd'"),
         ({"kind": "sgd", "momentun": "1"}, "did you mean momentum?"),
-        ({"momentum": "1"}, "--optim.momentum: belongs to optim.kind = rmsprop or sgd, not to"),
+        ({"momentum": "1"}, "--optim.momentum: belongs to optim.kind = muon or rmsprop or sgd, "),
         ({"fused": "true"}, "--optim.fused: is chosen by the job; leave it out"),
         ({"kind": "sgd", "momentum": "much"}, "--optim.momentum: expected a number, found 'much'"),
         ({"kind": "sgd", "nesterov": "1"}, "--optim.nesterov: expected true or false, found 1"),
@@ -119,6 +122,35 @@ def test_what_does_not_decay(rules: tuple[str, ...], spared: set[str]) -> None:
 def test_a_rule_that_means_nothing_is_named() -> None:
     with pytest.raises(ConfigError, match=r"optim.no_decay: 'biases' is neither bias, norm nor"):
         build_optimizer(Model(), OptimConfig(no_decay=("biases",)))
+
+
+@pytest.mark.parametrize(
+    ("rules", "stepped"),
+    [
+        (("embedding", "head"), {"up.weight", "gate"}),
+        (("embedding", "gate"), {"up.weight"}),
+        ((), {"table.weight", "up.weight", "gate"}),
+    ],
+)
+def test_what_muon_steps(rules: tuple[str, ...], stepped: set[str]) -> None:
+    """Matrices of the layers; AdamW has the rest, and both have groups that do not decay."""
+    model = Model()
+    optimizer: Any = build_optimizer(
+        model, OptimConfig(kind="muon", adamw=rules, no_decay=("up*",))
+    )
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon, adamw = (
+        {names[id(p)] for g in one.param_groups for p in g["params"]}
+        for one in optimizer.optimizers
+    )
+    assert muon == stepped and muon | adamw == set(names.values())
+    decays = {names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert {name for name, decay in decays.items() if not decay} == {"up.weight", "up.bias"}
+
+
+def test_muon_without_a_matrix_is_refused() -> None:
+    with pytest.raises(ConfigError, match="muon has no matrix to step"):
+        build_optimizer(nn.LayerNorm(3), OptimConfig(kind="muon"))
 
 
 # -- schedules -----------------------------------------------------------------------------------

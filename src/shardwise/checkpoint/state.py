@@ -129,7 +129,9 @@ class State:
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
     if optimizers is None:
         return []
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    # One that holds several stands for these.
+    return [own for one in listed for own in getattr(one, "optimizers", (one,))]
 
 
 def _named(parameter: Tensor, names: dict[int, str], optimizer: Optimizer, position: int) -> str:

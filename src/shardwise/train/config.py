@@ -165,6 +165,8 @@ class OptimConfig:
     """Of adamw decoupled from the gradient; torch's default for other kinds."""
     no_decay: tuple[str, ...] = ("bias", "norm")
     """What does not decay: bias, norm (scales), embedding, or patterns of parameters' names."""
+    adamw: tuple[str, ...] = ("embedding", "head")
+    """muon: matrices that AdamW steps, as all that is no matrix: these, or patterns of names."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

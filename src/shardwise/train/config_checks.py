@@ -29,7 +29,7 @@ from shardwise.train.config import (
     own_keys,
     parse_override,
 )
-from shardwise.train.optimizer_keys import num_states, takes
+from shardwise.train.optimizer_keys import OF_WHOLES, num_states, takes
 from shardwise.train.replica_keys import replica_ineffective, replica_problems
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 from shardwise.train.trackers import tracker_problem
@@ -88,6 +88,8 @@ def _ineffective_of_optim(optim: OptimConfig) -> dict[str, tuple[str, str]]:
         found["optim.no_decay"] = "optim.kind", f"is {optim.kind!r}, which has no weight decay"
     elif optim.weight_decay == 0:
         found["optim.no_decay"] = "optim.weight_decay", "is 0"
+    if optim.kind != "muon":
+        found["optim.adamw"] = "optim.kind", f"is {optim.kind!r}"
     return found
 
 
@@ -162,7 +164,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
     found += _strategy_problems(config)
     found += _memory_problems(config)
     found += wire_problems(config)
-    found += _offload_problems(config)
+    found += _offload_problems(config) + _whole_problems(config)
     if config.run.reproducible == "any_world":
         found += _any_world_problems(config)
     return found
@@ -274,6 +276,21 @@ def _offload_problems(config: Config) -> list[tuple[str, str]]:
         text = f"{config.optim.kind} keeps no state (optim.momentum is 0); leave it out"
         found.append(("offload.optimizer", text))
     return found
+
+
+def _whole_problems(config: Config) -> list[tuple[str, str]]:
+    """Of optimizers that step whole tensors, each by its owner."""
+    kind = config.optim.kind
+    if kind not in OF_WHOLES:
+        return []
+    text = f"{kind} needs whole matrices, which all ranks bring to their owners together"
+    wrong = {
+        "optim.in_backward": config.optim.in_backward,
+        "optim.state_dtype": config.optim.state_dtype != "param",
+        "offload.optimizer": config.offload.optimizer != "none",
+        "shard.strategy": config.shard.strategy == "hybrid_full_optimizer",
+    }
+    return [(key, f"{text}; leave it out") for key, is_wrong in wrong.items() if is_wrong]
 
 
 def _any_world_problems(config: Config) -> list[tuple[str, str]]:

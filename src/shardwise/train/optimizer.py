@@ -4,6 +4,10 @@ optim.no_decay    bias         parameters named bias
                   norm         other parameters with fewer than two dims: scales of norms
                   embedding    weights of nn.Embedding, also where the head is tied to them
                   a pattern    of parameters' names: "*.gate.weight"
+
+Muon steps the matrices (and stacks of them) of the layers; AdamW the rest, and what `optim.adamw`
+says: the weights of nn.Embedding, of the head, patterns of names. Both have one learning rate, to
+which Muon's is scaled (`match_rms_adamw`; Liu et al. 2025, arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from torch import nn
 
 from shardwise.errors import ConfigError, OffloadError
 from shardwise.offload import OffloadedOptimizer
+from shardwise.owned import OwnedOptimizer
 from shardwise.train.config import Config, OptimConfig, chunk_bytes, own_keys
-from shardwise.train.optimizer_keys import OPTIMIZERS, takes
+from shardwise.train.decoder import Decoder
+from shardwise.train.optimizer_keys import OF_WHOLES, OPTIMIZERS, takes
 from shardwise.train.optimizer_state import (
     first_in_bfloat16,
     in_bfloat16,
@@ -27,6 +33,7 @@ from shardwise.train.optimizer_state import (
     with_bfloat16,
     without_state,
 )
+from shardwise.train.together import Together
 
 
 def build_optimizer(
@@ -45,6 +52,10 @@ def build_optimizer(
     device = next(model.parameters()).device
     way = way_of(model, config, device, fused=fused)
     try:
+        if kind == "muon":
+            return _muon_and_adamw(model, config, way)
+        if kind in OF_WHOLES:
+            return OwnedOptimizer(_groups(model, config), cls, lr=config.lr, **keys)
         if whole is not None and whole.offload.optimizer != "none":
             inner = without_state(cls, _groups(model, config), lr=config.lr, **keys, **way)
             return _offloaded(inner, whole)
@@ -72,6 +83,28 @@ def _offloaded(optimizer: torch.optim.Optimizer, config: Config) -> OffloadedOpt
     return made
 
 
+def _muon_and_adamw(
+    model: nn.Module, config: OptimConfig, way: Mapping[str, bool]
+) -> torch.optim.Optimizer:
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    named = {n for rule in config.adamw for n in _matching(model, trainable, rule, "optim.adamw")}
+    matrices = {n: p for n, p in trainable.items() if p.ndim in (2, 3) and n not in named}
+    if not matrices:
+        raise ConfigError(
+            "optim.kind: muon has no matrix to step: all trainable parameters are those of "
+            f"optim.adamw ({', '.join(config.adamw)}), or have other than 2 dims; use adamw"
+        )
+    muon = OwnedOptimizer(
+        _groups(model, config, matrices), torch.optim.Muon, lr=config.lr,
+        adjust_lr_fn="match_rms_adamw", **own_keys(config),
+    )  # fmt: skip
+    rest = {n: p for n, p in trainable.items() if n not in matrices}
+    if not rest:
+        return muon
+    groups = _groups(model, config, rest)
+    return Together([muon, torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, **way)])
+
+
 def way_of(
     model: nn.Module, config: OptimConfig, device: torch.device, *, fused: bool
 ) -> Mapping[str, bool]:
@@ -79,6 +112,7 @@ def way_of(
     several times as long on CPU (see benchmarks/README.md). ConfigError where `optim.state_dtype`
     is nothing for it."""
     cls = getattr(torch.optim, OPTIMIZERS[config.kind][0])
+    cls = torch.optim.AdamW if config.kind == "muon" else cls  # beside it
     ways = [{"foreach": True}]
     on_cpu = device.type == "cpu"
     has_fused = "fused" in inspect.signature(cls).parameters
@@ -92,11 +126,15 @@ def way_of(
     return way_with_bfloat16(config, dtypes, device, ways)
 
 
-def _groups(model: nn.Module, config: OptimConfig) -> list[dict[str, object]]:
+def _groups(
+    model: nn.Module, config: OptimConfig, chosen: Mapping[str, nn.Parameter] | None = None
+) -> list[dict[str, object]]:
+    """Of all trainable parameters, or of those that were chosen."""
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    every, trainable = trainable, dict(chosen) if chosen is not None else trainable
     if not takes(config.kind, "weight_decay"):
         return [{"params": list(trainable.values())}]
-    spared = {name for rule in config.no_decay for name in _matching(model, trainable, rule)}
+    spared = {n for rule in config.no_decay for n in _matching(model, every, rule)}
     parts = {
         config.weight_decay: [p for name, p in trainable.items() if name not in spared],
         0.0: [p for name, p in trainable.items() if name in spared],
@@ -106,8 +144,13 @@ def _groups(model: nn.Module, config: OptimConfig) -> list[dict[str, object]]:
     return [{"params": ps, "weight_decay": decay} for decay, ps in parts.items() if ps]
 
 
-def _matching(model: nn.Module, params: dict[str, nn.Parameter], rule: str) -> set[str]:
-    """The names of parameters that a rule of `optim.no_decay` means."""
+def _matching(
+    model: nn.Module, params: Mapping[str, nn.Parameter], rule: str, key: str = "optim.no_decay"
+) -> set[str]:
+    """The names of parameters that a rule means."""
+    if rule == "head" and key == "optim.adamw":
+        heads = {id(p) for module in _heads(model) for p in module.parameters()}
+        return {name for name, p in params.items() if id(p) in heads}
     biases = {name for name in params if name.rpartition(".")[2] == "bias"}
     if rule == "bias":
         return biases
@@ -119,7 +162,15 @@ def _matching(model: nn.Module, params: dict[str, nn.Parameter], rule: str) -> s
     found = {name for name in params if fnmatch.fnmatchcase(name, rule)}
     if not found:
         raise ConfigError(
-            f"optim.no_decay: {rule!r} is neither bias, norm nor embedding, and no trainable "
+            f"{key}: {rule!r} is neither bias, norm nor embedding, and no trainable "
             f"parameter has such a name; there are {', '.join(list(params)[:4])}, ..."
         )
     return found
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    """What makes the logits: of transformers, or the built-in decoder's."""
+    if isinstance(model, Decoder):
+        return [model.output]
+    found = getattr(model, "get_output_embeddings", lambda: None)()
+    return [found] if isinstance(found, nn.Module) else []

@@ -26,6 +26,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Adadelta",
         {"rho": 0.9, "eps": 1e-6, "weight_decay": 0.0, "maximize": False},
     ),
+    "adafactor": (
+        "Adafactor",
+        {
+            "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.0,
+            "maximize": False,
+        },
+    ),
     "adagrad": (
         "Adagrad",
         {
@@ -39,6 +46,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "asgd": (
         "ASGD",
         {"lambd": 1e-4, "alpha": 0.75, "t0": 1e6, "weight_decay": 0.0, "maximize": False},
+    ),
+    "muon": (
+        "Muon",
+        {
+            "weight_decay": 0.1, "momentum": 0.95, "nesterov": True,
+            "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5,
+        },
     ),
     "nadam": ("NAdam", {**_NESTEROV, "momentum_decay": 4e-3}),
     "radam": ("RAdam", _NESTEROV),
@@ -60,26 +74,28 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 REFUSED = {
-    "adafactor": "keeps means over whole rows and columns, which checkpoints of shards do not hold",
     "lbfgs": "computes the loss several times a step (it needs a closure)",
-    "muon": "steps matrices only, and needs each of them whole: a rank holds some rows of it",
     "sparseadam": "expects sparse gradients, which a sharded parameter does not have",
 }
 
-CHOSEN_BY_THE_JOB = ("foreach", "fused", "capturable", "differentiable")
+# Steps of whole tensors, by their owners (`shardwise.OwnedOptimizer`).
+OF_WHOLES = ("adafactor", "muon")
+CHOSEN_BY_THE_JOB = ("foreach", "fused", "capturable", "differentiable", "adjust_lr_fn")
 
 
 def takes(kind: str, key: str) -> bool:
-    return key in OPTIMIZERS[kind][1]
+    return key in OPTIMIZERS[kind][1] or (kind == "muon" and key == "betas")  # AdamW beside it
 
 
 def num_states(kind: str, own: Mapping[str, Any]) -> int:
-    """Tensors of a parameter's size that the optimizer keeps, with these keys of its own."""
+    """Tensors of a parameter's size that the optimizer keeps, with these keys of its own; at most,
+    where it keeps less of matrices (Adafactor, Muon).
+    """
     if kind == "sgd":
         return int(bool(own.get("momentum")))
     if kind == "rmsprop":
         return 1 + bool(own.get("momentum")) + bool(own.get("centered"))
-    return {"adagrad": 1, "asgd": 1}.get(kind, 2) + bool(own.get("amsgrad"))
+    return {"adafactor": 1, "adagrad": 1, "asgd": 1}.get(kind, 2) + bool(own.get("amsgrad"))
 
 
 def kind_problem(kind: str) -> str:
@@ -109,6 +125,10 @@ def own_value(kind: str, name: str, value: Any, common: Iterable[str]) -> Any:
         if isinstance(value, bool):
             return value
         raise ValueError(f"expected true or false, found {value!r}")
+    if isinstance(default, int):
+        if type(value) is int and value > 0:
+            return value
+        raise ValueError(f"expected a whole number from 1, found {value!r}")
     if isinstance(default, tuple):
         if isinstance(value, list | tuple) and len(value) == len(default):
             return tuple(_number(part) for part in value)

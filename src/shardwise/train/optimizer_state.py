@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from shardwise.errors import ConfigError
 from shardwise.offload import OffloadedOptimizer
 from shardwise.train.config import OptimConfig, own_keys
-from shardwise.train.optimizer_keys import OPTIMIZERS, num_states
+from shardwise.train.optimizer_keys import OF_WHOLES, OPTIMIZERS, num_states
 
 _TRIED = 3  # elements of the parameter that is stepped for trial
 _STEPS = 2  # the second is the first that reads what a step has written
@@ -114,7 +114,7 @@ def bring_to_dtype(optimizer: Optimizer, optim: OptimConfig) -> int:
     """State that was loaded, in the dtype that the configuration has now; how many tensors were in
     another one."""
     changed = 0
-    if isinstance(optimizer, OffloadedOptimizer):
+    if optim.kind in OF_WHOLES or isinstance(optimizer, OffloadedOptimizer):
         return changed  # what it keeps has a dtype of its own, into which all is read
     for parameter, slots in optimizer.state.items():
         wanted = torch.bfloat16 if in_bfloat16(optim) else parameter.dtype

@@ -83,6 +83,12 @@ def _check(checkpoint: Checkpoint, config: Config, data: Data, model: nn.Module)
             f"{checkpoint.path}: holds the state of optim.kind = {kind!r}, which "
             f"{config.optim.kind!r} cannot go on from. Use another run.dir, or that optimizer"
         )
+    rules = facts.get("config", {}).get("optim", {}).get("adamw")
+    if kind == "muon" and rules is not None and tuple(rules) != config.optim.adamw:
+        raise ConfigError(
+            f"{checkpoint.path}: was stepped with optim.adamw = {list(rules)}, which "
+            f"{list(config.optim.adamw)} cannot go on from; leave it as it was"
+        )
     if (facts["data"], facts["seed"]) != (data.fingerprint, config.run.seed):
         before, now = facts.get("config", {}).get("data", {}), config_as_dict(config)["data"]
         found = [
