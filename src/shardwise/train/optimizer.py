@@ -16,6 +16,7 @@ import fnmatch
 import functools
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -172,5 +173,6 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     """What makes the logits: of transformers, or the built-in decoder's."""
     if isinstance(model, Decoder):
         return [model.output]
-    found = getattr(model, "get_output_embeddings", lambda: None)()
+    asked: Any = getattr(model, "get_output_embeddings", None)
+    found = asked() if asked is not None else None
     return [found] if isinstance(found, nn.Module) else []
