@@ -8,16 +8,19 @@ device: forward and backward run on it. Another one is the host: AdamW runs ther
 chunk's step brings from the device (gradient, weight) or takes there (weight) waits for its bytes
 at the bus' speed, without any core. Ways, each over the same weights and tokens:
 
-    none        forward and backward alone. A device's own step is charged at `--device-gbs`, 28
-                bytes a parameter: no step runs beside it, since that would be one of a CPU
+    none        forward and backward alone, clipping too where the way that it is compared with
+                clips. A device's own step is charged at `--device-gbs`, 28 bytes a parameter: no
+                step runs beside it, since that would be one of a CPU
     naive       after the backward: copy, step, copy
     backward    units step beside the backward (`step_in_backward`), without clipping
     forward     units step beside the next forward, behind `clip_grad_norm_`, exactly
 
 kept = the time of `none` / that of the way. The steady state is timed: from the begin of a step to
 that of the next one, which begins with what the last one has left. `predicted` comes from a model
-of the pipeline that knows the times of forward, backward and AdamW alone, the bus, and the order of
-units; `at_0.95` is where its curve, and the measured one, reach 0.95, in tokens.
+of the pipeline that knows the times of forward, backward, clipping and AdamW alone, how much longer
+device and AdamW take beside each other (here they share the memory, as no device and host do), the
+bus, and the order of units; `at_0.95` is where its curve, and the measured one, reach 0.95, in
+tokens.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import itertools
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -46,6 +50,8 @@ from shardwise.offload import OffloadedOptimizer
 from shardwise.train.columns import Column, console_of, print_columns
 
 WAYS = ("naive", "backward", "forward")
+PLAIN = ("none", "none, clipped")
+CLIPS = ("naive", "forward", "none, clipped")
 STEP_BYTES = 28  # of AdamW in float32: weight, gradient and two moments read, three written
 KEPT = 0.95
 
@@ -93,7 +99,7 @@ class Run:
         self.model: Any = workload.build()
         sw.shard_model(self.model)
         self.optimizer: OffloadedOptimizer | None = None
-        if way != "none":
+        if way not in PLAIN:
             self.optimizer = OffloadedOptimizer(
                 torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True),
                 state="cpu", in_background=way != "naive",
@@ -106,9 +112,9 @@ class Run:
         """The loss."""
         loss = self.model(tokens)
         loss.backward()
-        if self.way in ("naive", "forward"):
-            assert self.optimizer is not None
+        if self.way in CLIPS:
             sw.clip_grad_norm_(self.model.parameters(), 1.0)
+        if self.optimizer is not None and self.way != "backward":
             self.optimizer.step()
         self.model.zero_grad()
         return float(loss.detach())
@@ -153,8 +159,11 @@ class Pieces:
 
     forward: float
     backward: float
+    clip: float
     adamw: float
     unit_numels: tuple[int, ...]  # in the order of the forward
+    device_beside: float = 1.0  # how much longer while AdamW runs beside it, and AdamW itself
+    adamw_beside: float = 1.0
 
 
 def predicted(way: str, pieces: Pieces, gbs: float) -> float:
@@ -162,25 +171,68 @@ def predicted(way: str, pieces: Pieces, gbs: float) -> float:
     their parameters, and step in turn on the host.
     """
     numels, total = pieces.unit_numels, sum(pieces.unit_numels)
-    steps = [n * (12 / (gbs * 1e9) + pieces.adamw) for n in numels]
     if way == "naive":
-        return pieces.forward + pieces.backward + sum(steps)
-    host = begun = 0.0
-    done = [0.0] * len(numels)  # when each unit has stepped
-    device = 0.0
+        steps = sum(n * (12 / (gbs * 1e9) + pieces.adamw) for n in numels)
+        return pieces.forward + pieces.backward + pieces.clip + steps
+    clock = Clock(pieces, gbs)
     for _ in range(4):  # until what is left over is the same in each step
-        begun = device
+        begun = clock.now
         for i, numel in enumerate(numels):
-            device = max(device, done[i]) + pieces.forward * numel / total
+            clock.finish_unit(i)
+            clock.compute(pieces.forward * numel / total)
         for i in reversed(range(len(numels))):
-            device += pieces.backward * numels[i] / total
+            clock.compute(pieces.backward * numels[i] / total)
             if way == "backward":
-                host = done[i] = max(host, device) + steps[i]
+                clock.hand_over(i)
         if way == "forward":
-            host = max(host, device)
+            clock.compute(pieces.clip)
             for i in range(len(numels)):
-                host = done[i] = host + steps[i]
-    return device - begun
+                clock.hand_over(i)
+    return clock.now - begun
+
+
+class Clock:
+    """Device and host at work. While the host computes AdamW both go slower, as far as they share
+    memory; while it waits for the bus they do not.
+    """
+
+    def __init__(self, pieces: Pieces, gbs: float) -> None:
+        self.now = 0.0
+        self._pieces, self._bus = pieces, 12 / (gbs * 1e9)
+        self._queue: list[list[Any]] = []  # of the host: [unit, seconds on the bus, of AdamW]
+
+    def hand_over(self, unit: int) -> None:
+        numel = self._pieces.unit_numels[unit]
+        self._queue.append([unit, numel * self._bus, numel * self._pieces.adamw])
+
+    def compute(self, seconds: float) -> None:
+        """The device, with the host beside it."""
+        while seconds > 1e-12:
+            seconds -= self._advance(seconds)
+
+    def finish_unit(self, unit: int) -> None:
+        """The device waits for the host."""
+        while any(u == unit for u, _, _ in self._queue):
+            self._advance(None)
+
+    def _advance(self, device: float | None) -> float:
+        """Until one of the two has done what it is at; what the device has done of it."""
+        job = self._queue[0] if self._queue else None
+        is_adamw = job is not None and job[1] <= 0
+        beside = is_adamw and device is not None
+        slow_device = self._pieces.device_beside if beside else 1.0
+        slow_host = self._pieces.adamw_beside if beside else 1.0
+        took = math.inf if device is None else device * slow_device
+        if job is not None:
+            left = job[2] * slow_host if is_adamw else job[1]
+            took = min(took, left)
+            job[2 if is_adamw else 1] -= took / slow_host if is_adamw else took
+            if job[1] <= 1e-12 and job[2] <= 1e-12:
+                self._queue.pop(0)
+            elif job[1] <= 1e-12:
+                job[1] = 0.0
+        self.now += took
+        return 0.0 if device is None else took / slow_device
 
 
 def reaches(curve: list[tuple[int, float]], level: float) -> float | None:
@@ -196,7 +248,7 @@ def reaches(curve: list[tuple[int, float]], level: float) -> float | None:
 def alone(runs: dict[str, Run], tokens: torch.Tensor, rounds: int) -> Pieces:
     """The parts of a step, each by itself."""
     plain, naive = runs["none"], runs["naive"]
-    forwards, backwards = [], []
+    forwards, backwards, clips = [], [], []
     for _ in range(rounds + 1):
         began = time.perf_counter()
         loss = plain.model(tokens)
@@ -204,18 +256,50 @@ def alone(runs: dict[str, Run], tokens: torch.Tensor, rounds: int) -> Pieces:
         loss.backward()
         backwards.append(time.perf_counter() - between)
         forwards.append(between - began)
+        clips.append(timed(lambda: sw.clip_grad_norm_(plain.model.parameters(), 1.0)))
         plain.model.zero_grad()
     numels = tuple(
         sum(p.sharded.numel() for p in unit.params) for unit in units_in(naive.model) if unit.params
     )
     adamw = min(runs[way].step_alone(tokens, rounds + 1) for way in ("forward", "naive"))
-    return Pieces(min(forwards), min(backwards), adamw / sum(numels), numels)
+    device_s, adamw_s = beside(plain, runs["beside"], tokens, rounds + 1)
+    alone_s = min(forwards) + min(backwards)
+    return Pieces(
+        min(forwards), min(backwards), min(clips), adamw / sum(numels), numels,
+        max(1.0, device_s / alone_s), max(1.0, adamw_s / adamw),
+    )  # fmt: skip
+
+
+def beside(plain: Run, stepped: Run, tokens: torch.Tensor, rounds: int) -> tuple[float, float]:
+    """Seconds of forward and backward while another thread steps all the time, and of its steps:
+    the fastest of both.
+    """
+    stepped.model(tokens).backward()
+    stop, steps = threading.Event(), list[float]()
+
+    def step() -> None:
+        while not stop.is_set():
+            steps.append(timed(stepped._step_and_wait))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        took = []
+        for _ in range(rounds):
+            took.append(timed(lambda: plain.model(tokens).backward()))
+            plain.model.zero_grad()
+    finally:
+        stop.set()
+        thread.join()
+    stepped.model.zero_grad()
+    return min(took), min(steps[:-1] or steps)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     base = WORKLOADS[args.model]
     workload = replace(base, num_tokens=max(args.tokens))
-    runs = {way: Run(workload, way) for way in ("none", *WAYS)}
+    runs = {way: Run(workload, way) for way in (*PLAIN, *WAYS)}
+    runs["beside"] = Run(workload, "naive")
     bus, rows = Bus(), []
     with behind_a_bus(bus):
         for num_tokens in args.tokens:
@@ -225,20 +309,22 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             pieces = alone(runs, tokens, args.rounds)
             best: dict[tuple[str, float], float] = {}
             for _ in range(args.rounds):
-                took = steady(runs["none"], tokens, bus, math.inf)
-                best["none", 0.0] = min(took, best.get(("none", 0.0), math.inf))
-                for gbs, way in itertools.product(args.gbs, WAYS):
+                every = [(math.inf, way) for way in PLAIN]
+                for gbs, way in (*every, *itertools.product(args.gbs, WAYS)):
                     took = steady(runs[way], tokens, bus, gbs)
                     best[way, gbs] = min(took, best.get((way, gbs), math.inf))
             charged = STEP_BYTES * sum(pieces.unit_numels) / (args.device_gbs * 1e9)
-            plain = best["none", 0.0] + charged
-            alone_s = pieces.forward + pieces.backward + charged
             for gbs, way in itertools.product(args.gbs, WAYS):
+                plain = best[PLAIN[way in CLIPS], math.inf] + charged
+                alone_s = pieces.forward + pieces.backward + charged
+                alone_s += pieces.clip if way in CLIPS else 0.0
                 rows.append({
                     "tokens": num_tokens, "bus_gbs": gbs, "way": way, "none_s": plain,
                     "step_s": best[way, gbs], "kept": plain / best[way, gbs],
                     "predicted": alone_s / predicted(way, pieces, gbs),
                     "forward_s": pieces.forward, "backward_s": pieces.backward,
+                    "clip_s": pieces.clip, "device_beside": pieces.device_beside,
+                    "adamw_beside": pieces.adamw_beside,
                     "adamw_s": pieces.adamw * sum(pieces.unit_numels),
                 })  # fmt: skip
     check_losses(runs, tokens)
@@ -276,7 +362,8 @@ def show(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
     columns = [
         Column("tokens", [f"{tokens}" for tokens, _ in cells]),
         Column("bus, GB/s", [f"{gbs:g}" for _, gbs in cells]),
-        Column("none, s", [f"{r['none_s']:.2f}" for r in of_way["naive"]]),
+        Column("none, s", [f"{r['none_s']:.2f}" for r in of_way["backward"]]),
+        Column("clipped, s", [f"{r['none_s']:.2f}" for r in of_way["naive"]]),
     ]
     for way, own in of_way.items():
         texts = [f"{r['kept']:.2f} ({r['predicted']:.2f})" for r in own]

@@ -15,7 +15,7 @@ BUDGETS = {
     "offload": 1_860,  # chunks, kernel on views, files with direct I/O, streams, state in and out
     "owned": 1_050,  # owners, rounds of rows, the step, its state in and out; local_view
     "replicas": 890,  # rounds, outer step, streams: DiLoCo
-    "checkpoint": 5_270,  # 70: the state of offloaded optimizers in pieces, out and in
+    "checkpoint": 5_400,  # 70: the state of offloaded optimizers in pieces, out and in
     "train": 11_230,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links
     "cli, plan": 1_630,  # 225: explain --why, --config; replicas: 105

@@ -39,7 +39,7 @@ def test_prediction() -> None:
     """By hand: four equal units, a forward of 4 s, a backward of 8 s, a unit steps in 3 s."""
     benchmark = module()
     numels = (100, 100, 100, 100)
-    pieces = benchmark.Pieces(4.0, 8.0, 0.03, numels)
+    pieces = benchmark.Pieces(4.0, 8.0, 0.0, 0.03, numels)
     fast = 1e12
     assert benchmark.predicted("naive", pieces, fast) == pytest.approx(12 + 12)
     # Units are ready at 2, 4, 6, 8 and done at 5, 8, 11, 14 behind the begin of the backward: the
@@ -47,6 +47,17 @@ def test_prediction() -> None:
     assert benchmark.predicted("backward", pieces, fast) == pytest.approx(12 + 6)
     # Done at 3, 6, 9, 12; the forward ends 1 s behind the last one.
     assert benchmark.predicted("forward", pieces, fast) == pytest.approx(12 + 13 - 4)
+    clipped = benchmark.Pieces(4.0, 8.0, 1.0, 0.03, numels)  # behind the backward, before a step
+    assert benchmark.predicted("backward", clipped, fast) == pytest.approx(12 + 6)
+    assert benchmark.predicted("forward", clipped, fast) == pytest.approx(13 + 13 - 4)
+    # Beside 2 s of AdamW the device does 1 s of work, and the other one alone.
+    beside = benchmark.Pieces(4.0, 8.0, 0.0, 0.02, numels, 2.0, 1.0)
+    clock = benchmark.Clock(beside, fast)
+    clock.hand_over(0)
+    clock.compute(2.0)
+    assert clock.now == pytest.approx(3.0)
+    clock.finish_unit(0)
+    assert clock.now == pytest.approx(3.0)
     slow_bus = 12 * 100 / 1e9  # GB/s at which a unit's bytes take a second more
     assert benchmark.predicted("naive", pieces, slow_bus) == pytest.approx(12 + 16)
 

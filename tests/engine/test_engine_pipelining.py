@@ -19,6 +19,7 @@ from engine_kit import full, same
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from beside import from_benchmarks
 from ranks import on_ranks
 from shardwise.errors import EngineError
 
@@ -160,6 +161,20 @@ def test_one_reduction_a_step(schedule: str, transport: str, world: int) -> None
         with sw.install():
             counts = run_steps(schedule, pipeline, data, transport=transport)
         assert counts == [units_a_stage(schedule, pipeline)] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@on_ranks(4)
+def test_one_gather_a_step_where_units_stay(schedule: str) -> None:
+    """Whatever the number of micro-batches; the schedule's own `unshard` is the only one where it
+    has that.
+    """
+    benchmark = from_benchmarks("pipelines")
+    for micro in (4, 8):
+        with sw.install():
+            found = benchmark.run("shardwise, install", schedule, micro, True, grid(2, 2))
+        assert (found["gathers"], found["reductions"]) == (1, 1), micro
+        assert found["difference"] <= benchmark.MOST_DIFFERENCE
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -228,6 +228,14 @@ def test_mistakes(rank: int, world: int) -> None:
         sw.step_in_backward(net, sw.OwnedOptimizer(net.matrices(), torch.optim.Muon))
 
 
+@on_ranks(4)
+def test_what_is_cut_twice_is_refused(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    split = sw.fully_shard(nn.Linear(8, 8), mesh=mesh, strategy="hybrid_full_optimizer")
+    with pytest.raises(ValueError, match=r"weight: is cut over several mesh dims"):
+        sw.OwnedOptimizer([split.weight], torch.optim.Muon)
+
+
 @on_ranks(2)
 def test_a_step_that_failed_is_not_gone_on_from(rank: int, world: int) -> None:
     class Fails(torch.optim.SGD):

@@ -210,6 +210,24 @@ def stepped_behind(place: Place, in_backward: bool, **options: Any) -> Tensors:
     return found
 
 
+def by_owners(place: Place, optimizer_class: Any, whole: bool = False, **options: Any) -> Tensors:
+    """Whole tensors are brought to their owners, and stepped there."""
+    model = make(Blocks)
+    if whole:
+        options["shard_placement_fn"] = sw.whole_matrices(model, torch.distributed.get_world_size())
+    model = place.shard(model, **options)
+    is_muon = optimizer_class is torch.optim.Muon
+    params = [p for p in model.parameters() if p.ndim == 2 or not is_muon]
+    optimizer = sw.OwnedOptimizer(params, optimizer_class, lr=1e-2)
+
+    def step_of(step: int) -> torch.Tensor:
+        loss = place.loss(model, step)
+        loss.backward()
+        return loss
+
+    return loop(place, model, step_of, optimizer)
+
+
 run = functools.partial
 RARE_PROGRAMS: dict[str, tuple[int, Program]] = {
     "gradients of gradients": (2, run(penalized, strategy="full_shard")),
@@ -225,5 +243,13 @@ RARE_PROGRAMS: dict[str, tuple[int, Program]] = {
     "behind the next forward": (2, run(stepped_behind, in_backward=False, offload_policy=OFFLOAD)),
     "behind the backward": (2, run(stepped_behind, in_backward=True, offload_policy=OFFLOAD)),
     "behind, shards on the device": (2, run(stepped_behind, in_backward=True, step_on="cpu")),
+    "owners": (2, run(by_owners, optimizer_class=torch.optim.Muon)),
+    "owners, replicas": (2, run(by_owners, optimizer_class=torch.optim.Muon, strategy="no_shard")),
+    "owners, whole matrices": (2, run(by_owners, optimizer_class=torch.optim.Muon, whole=True)),
+    "owners, numbers and rows": (3, run(by_owners, optimizer_class=torch.optim.Adafactor)),
+    "owners, shards on the host": (
+        2,
+        run(by_owners, optimizer_class=torch.optim.Muon, offload_policy=OFFLOAD),
+    ),
     "behind, stepped on the device": (2, run(stepped_behind, in_backward=False, step_on="device")),
 }

@@ -33,7 +33,8 @@ from shardwise.checkpoint.loading import check_model, load_model, load_optimizer
 from shardwise.checkpoint.placement import local_part
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.rng import restore_rng
-from shardwise.checkpoint.source import CheckpointSource, read_whole
+from shardwise.checkpoint.source import CheckpointSource, Source, read_whole
+from shardwise.checkpoint.stages import StageSource, joined, names_elsewhere
 from shardwise.checkpoint.state import EXTRA, RNG, SCHEDULER, Optimizers, State, as_list
 from shardwise.checkpoint.store import Checkpoint
 from shardwise.checkpoint.writing import write_state
@@ -58,6 +59,9 @@ class CheckpointManager:
         ranks: who saves together; by default all ranks of the job.
         keep: how many complete checkpoints stay; 0 keeps all.
         background: write in a thread, from a copy of this rank's shards.
+        stages: each rank's model is a stage of a pipeline, with the names that its parameters have
+            in the whole model. What all stages hold together is one checkpoint, which any other
+            cut into stages loads, and (without `stages`) a model that is not cut.
     """
 
     def __init__(
@@ -67,9 +71,11 @@ class CheckpointManager:
         *,
         keep: int = 0,
         background: bool = False,
+        stages: bool = False,
     ) -> None:
         self.directory, self._keep = Path(directory), keep
         self._ranks = ranks if ranks is not None else Ranks.of_job()
+        self._stages = stages
         self._background: _Background | None = None
         if background:
             # Collectives of two threads must not mix: a group of its own.
@@ -123,6 +129,8 @@ class CheckpointManager:
         if self._background is not None:
             _check_copies(optimizers)
         state = self._ranks.on_each(lambda: State.of_run(rank, model, optimizers, scheduler, extra))
+        if self._stages:
+            state = joined(state, model, self._ranks)
         final = self.directory / store.step_name(step)
         if self._background is None:
             return _write(state, final, step, self._ranks, self._keep)
@@ -142,6 +150,8 @@ class CheckpointManager:
         state that cannot be saved show now and not after hours."""
         rank = self._ranks.rank
         state = self._ranks.on_each(lambda: State.of_run(rank, model, optimizers, None, extra))
+        if self._stages:
+            state = joined(state, model, self._ranks)
         final = self.directory / f".rehearsal_{store.step_name(step)}"
         try:
             path = write_state(state, final, step, Hosts.sharing_all(self._ranks))
@@ -197,8 +207,9 @@ class CheckpointManager:
         Args:
             options: learning rates and so on come from the checkpoint; else they stay.
         """
+        elsewhere = names_elsewhere(model, self._ranks) if self._stages else set[str]()
         return self._ranks.on_each(
-            lambda: self._load(checkpoint, model, optimizers, scheduler, options)
+            lambda: self._load(checkpoint, model, optimizers, scheduler, options, elsewhere)
         )
 
     def _load(
@@ -208,8 +219,10 @@ class CheckpointManager:
         optimizers: Optimizers,
         scheduler: Any,
         options: bool,
+        elsewhere: set[str],
     ) -> Loaded:
-        source = CheckpointSource(checkpoint)
+        whole = CheckpointSource(checkpoint)
+        source = StageSource(whole, elsewhere) if elsewhere else whole
         try:
             check_model(source, model)
             if optimizers is not None:
@@ -229,7 +242,7 @@ class CheckpointManager:
             source.close()
 
 
-def _required(source: CheckpointSource, key: str) -> Any:
+def _required(source: Source, key: str) -> Any:
     if key not in source.objects:
         raise CheckpointError(f"{source.path}: holds no {key}; it was saved without one")
     return source.objects[key]
@@ -265,7 +278,8 @@ def _copied(state: State) -> State:
             tensors[key] = new_dtensor(DTensor, kept, spec_of(tensor))
         else:
             tensors[key] = tensor.detach().to("cpu", copy=True)
-    return State(tensors, ties=dict(state.ties), objects=copy.deepcopy(state.objects))
+    objects = copy.deepcopy(state.objects)
+    return State(tensors, ties=dict(state.ties), objects=objects, is_stage=state.is_stage)
 
 
 def _check_copies(optimizers: Optimizers) -> None:

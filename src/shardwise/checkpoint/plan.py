@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.checkpoint.boxes import Box, tiling_problem
 from shardwise.checkpoint.dtypes import dtype_name, dtype_of
 from shardwise.checkpoint.index import TensorInfo
+from shardwise.checkpoint.names import MODEL
 from shardwise.checkpoint.placement import is_on_meta, local_part
 from shardwise.errors import CheckpointError
 
@@ -56,8 +57,10 @@ def parts_of(tensors: dict[str, Tensor], elsewhere: Container[str] = ()) -> list
     return found
 
 
-def make_plan(offers: Sequence[Sequence[Part]]) -> Plan:
+def make_plan(offers: Sequence[Sequence[Part]], *, of_stages: bool = False) -> Plan:
     """From the offers of all ranks; every rank computes the same."""
+    if not of_stages:
+        _check_names(offers)
     tensors: dict[str, TensorInfo] = {}
     holders: dict[str, dict[Box, list[int]]] = {}
     plain: set[str] = set()
@@ -87,3 +90,15 @@ def make_plan(offers: Sequence[Sequence[Part]]) -> Plan:
             load[writer] += part.size_bytes
             chosen[writer].append(part)
     return Plan(tensors, tuple(tuple(parts) for parts in chosen))
+
+
+def _check_names(offers: Sequence[Sequence[Part]]) -> None:
+    """Parameter groups, ties and values are taken from rank 0, so its model must be everybody's."""
+    named = [{p.key for p in offer if p.key.startswith(MODEL)} for offer in offers]
+    for rank, names in enumerate(named):
+        if apart := sorted(names ^ named[0]):
+            raise CheckpointError(
+                f"rank {rank} and rank 0 hold models with other names ({apart[0]} and "
+                f"{len(apart) - 1} more are on one of the two only). Stages of a pipeline are "
+                "saved and loaded by CheckpointManager(..., stages=True)"
+            )

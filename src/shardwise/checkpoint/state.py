@@ -49,6 +49,7 @@ class State:
     pieces: dict[str, Callable[[], Iterator[Tensor]]] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    is_stage: bool = False  # other ranks hold other names, see `stages`
 
     @classmethod
     def of_run(

@@ -48,7 +48,8 @@ def write_state(
     saving: Path | None = None
     ranks = hosts.ranks
     try:
-        plan = make_plan(ranks.on_all(lambda: parts_of(state.tensors, state.pieces)))
+        offers = ranks.on_all(lambda: parts_of(state.tensors, state.pieces))
+        plan = make_plan(offers, of_stages=state.is_stage)
         needed = _size_bytes(plan, hosts)
         check = check_room or (lambda size: _check_disk(size, final, ranks.rank))
         ranks.on_all(lambda: check(needed))

@@ -88,7 +88,8 @@ class OwnedOptimizer(Optimizer):
         self._splits = is_muon if stacks_are_matrices is None else stacks_are_matrices
         groups = _as_groups(params)
         self._teams: dict[Any, Team] = {}
-        self._plan: tuple[tuple[int, ...], list[tuple[Team | None, list[Piece]]]] = ((), [])
+        self._plan: tuple[tuple[Any, ...], list[tuple[Team | None, list[Piece]]]] = ((), [])
+        self._groups: dict[int, int] = {}  # of parameters, by id
         self._held: dict[Key, dict[str, Any]] = {}  # by what this rank owns: all its slots
         self._forms: dict[Key, Form] = {}
         self._failure = ""
@@ -154,9 +155,11 @@ class OwnedOptimizer(Optimizer):
         """Those of parameters that are to be stepped (all by default), team by team. Owners follow
         from all parameters, whichever of them have a gradient."""
         every = [p for group in self.param_groups for p in group["params"]]
-        ids = tuple(map(id, every))
-        if self._plan[0] != ids:
-            self._plan = (ids, self._planned(every))
+        # Parameters that were made on meta lie elsewhere now.
+        known = (*map(id, every), *{local_part_of(p).device for p in every[:1]})
+        if self._plan[0] != known:
+            self._plan = (known, self._planned(every))
+            self._groups = {id(p): i for i, g in enumerate(self.param_groups) for p in g["params"]}
         if held is None or len(held) == len(every):
             return self._plan[1]
         chosen = set(map(id, held))
@@ -195,13 +198,6 @@ class OwnedOptimizer(Optimizer):
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         return {**options, "params": stand_ins}
 
-    def group_of(self, parameter: Tensor) -> int:
-        return next(
-            i
-            for i, group in enumerate(self.param_groups)
-            if any(p is parameter for p in group["params"])
-        )
-
     def step_whole(self, piece: Piece, weight: Tensor, gradient: Tensor) -> dict[str, Any]:
         """One step of a whole tensor, in place; its slots."""
         key = (piece.parameter, piece.index)
@@ -209,7 +205,7 @@ class OwnedOptimizer(Optimizer):
         target = weight.detach()
         set_gradient(target, gradient)
         state = {} if before is None else {target: dict(before)}
-        group = self.group_of(piece.parameter)
+        group = self._groups[id(piece.parameter)]
         after = self._bare.run(self._bare.only(group, [target]), state)[target]
         target.grad = None
         if target.data_ptr() != weight.data_ptr():

@@ -154,8 +154,9 @@ class Context:
         for unit in self.units:
             if unit.is_running:
                 unit.rest_after_forward()
-            if unit.was_unsharded and has_grad:  # released where it ran
-                unit.was_unsharded, unit.copy.is_stale = False, True
+            if unit.was_unsharded and has_grad:
+                unit.was_unsharded = False
+                unit.copy.is_stale = not unit.is_kept_by_setting  # else released where it ran
         for tell in self.moments.after_forward:
             tell(self)
         if self.keeps_some or not has_grad:
