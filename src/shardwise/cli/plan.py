@@ -5,8 +5,9 @@
     shardwise plan --params 14e9 --gpus 64       from a number of parameters alone
 
 Memory is that of the layouts which the engine allocates by, and what autograd saves in a forward on
-the meta device. Received is what a rank takes in for a micro-batch whose gradients are reduced. Of
-what fits, that is recommended which recomputes nothing, then receives least, then needs least.
+the meta device. Received is what a rank takes in for a micro-batch whose gradients are reduced.
+Times are those of `plan.speed`, for devices by name. Of what fits, and is about as fast as the
+fastest, that is recommended which recomputes nothing, then receives least, then needs least.
 Exit codes: 0, also where nothing fits; 2 a mistake (one line on stderr).
 """
 
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
-from shardwise.plan.hardware import DEVICES, memory_of, parse_gpus, read_hardware
+from shardwise.plan.hardware import (
+    DEVICES,
+    device_named,
+    memory_of,
+    parse_gpus,
+    parse_link,
+    read_hardware,
+)
 from shardwise.train.command import parse
 from shardwise.train.config import Config
 from shardwise.train.config_checks import world_problems
@@ -29,21 +37,28 @@ from shardwise.units import counted, full_name, text_of_bytes
 
 if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel
+    from shardwise.plan.speed import Speed
+    from shardwise.train.columns import Column
 
 _HELP = """usage: shardwise plan [CONFIG.toml | DIR | config.json] [--gpus N | NxMEMORY | NxNAME]
-                      [--hardware NAME | FILE]
+                      [--hardware NAME | FILE] [--link NAME | GB/s]
                       [--section.key value ...] [--json]
-       shardwise plan --params NUMBER [--units N] [--dtype bf16] [--compute fp32] [--gpus ...]
+       shardwise plan --params NUMBER [--units N] [--tokens N] [--dtype bf16] [--compute fp32]
+                      [--gpus ...]
 
-Shows what each strategy needs on each device, what fits, and which to take. Nothing is run.
+Shows what each strategy needs on each device, what fits, and which to take. Nothing is run. Where
+the device has a name, how long a step takes too, and how much of it waits for communication;
+--link: between the devices of a host (pcie4, nvlink, 12.5 GB/s), else what such devices have.
 --gpus 2x24GB, 8xh100: devices and the memory of each; without memory that of --hardware (a name, or
 a file of shardwise doctor --save), else of this machine. --params 14e9: a model of that many
 parameters in --units equal units (32), kept in --dtype (float32) and computed in --compute
-(bfloat16); activations are not known then."""
+(bfloat16); activations are not known then, and steps are those of --tokens a device (8192)."""
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 GROUP = 8  # ranks of a group of `hybrid_shard`: those of one host
-_OWN = ("gpus", "hardware", "params", "units", "dtype", "compute")
+_OWN = ("gpus", "hardware", "link", "params", "units", "tokens", "dtype", "compute")
+ALIKE = 1.05
+TOKENS = 8192  # of a micro-batch on a device, where nobody says
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,8 @@ class Row:
     logits_bytes: int | None
     comm_bytes: int
     room: int
+    step_s: float | None = None
+    exposed_s: float | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -90,10 +107,11 @@ def main(arguments: Sequence[str]) -> int:
         as_json = "--json" in rest
         rest = [word for word in rest if word != "--json"]
         ranks, room = _devices(own.get("gpus"), own.get("hardware"))
+        speed = _speed(own)
         if "params" in own:
-            rows, notes, change = _of_count(own, rest, ranks, room)
+            rows, notes, change = _of_count(own, rest, ranks, room, speed)
         else:
-            rows, notes, change = _of_config(own, rest, ranks, room)
+            rows, notes, change = _of_config(own, rest, ranks, room, speed)
     except ConfigError as error:
         print(f"shardwise plan: {error}", file=sys.stderr)
         return 2
@@ -107,8 +125,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """Of what fits; None where nothing does."""
+    """Of what fits; None where nothing does. Steps that differ by less than the simulator can tell
+    are equal.
+    """
     fitting = [row for row in rows if row.fits]
+    times = [row.step_s for row in fitting if row.step_s is not None]
+    if times and len(times) == len(fitting):
+        fitting = [row for row in fitting if (row.step_s or 0) <= min(times) * ALIKE]
     return min(
         fitting, key=lambda r: (r.recompute != "none", r.comm_bytes, r.peak_bytes), default=None
     )
@@ -167,6 +190,25 @@ def _of_hardware(text: str, ranks: int | None) -> tuple[int, int]:
     return ranks, memory // ranks if kind == "cpu" else memory
 
 
+def _speed(own: dict[str, str]) -> Speed | None:
+    """Of a device that has a name."""
+    from shardwise.plan.speed import Speed, links_of
+
+    try:
+        link = parse_link(own["link"]) if "link" in own else None
+    except ValueError as error:
+        raise ConfigError(f"--link: {error}") from None
+    device = device_named(own.get("gpus"), own.get("hardware"))
+    if device is None:
+        if link is not None:
+            raise ConfigError(
+                "--link: a step's time needs a device by name too (--gpus 8xh100, --hardware "
+                f"4090); there are {', '.join(DEVICES)}"
+            )
+        return None
+    return Speed(device, links_of(device, link, GROUP))
+
+
 def _number(own: dict[str, str], key: str, default: str) -> int:
     try:
         number = int(float(own.get(key, default)))
@@ -179,7 +221,7 @@ def _number(own: dict[str, str], key: str, default: str) -> int:
 
 # -- from a count --------------------------------------------------------------------------------
 def _of_count(
-    own: dict[str, str], rest: list[str], ranks: int, room: int
+    own: dict[str, str], rest: list[str], ranks: int, room: int, speed: Speed | None
 ) -> tuple[list[Row], list[str], str]:
     import torch
 
@@ -197,15 +239,21 @@ def _of_count(
     num_params, num_units = _number(own, "params", ""), _number(own, "units", "32")
     if num_units > min(num_params, 10_000):
         raise ConfigError(f"--units: {num_units} units of {num_params} parameters")
+    tokens = _number(own, "tokens", str(TOKENS))
     rows = []
     for strategy, replicas in _choices(ranks):
         plan = plan_count(
             num_params, strategy=strategy, world=ranks // replicas, replicas=replicas,
             num_units=num_units, dtype=dtypes[0], compute=dtypes[1],
         )  # fmt: skip
-        rows.append(_row(plan, strategy, "none", ranks, room, None, None))
+        row = _row(plan, strategy, "none", ranks, room, None, None)
+        flops = [2.0 * unit.numel * tokens for unit in plan.units]
+        rows.append(_timed(row, plan, flops, 1, own.get("compute", "bfloat16"), speed))
     each = text_of_bytes(num_params / num_units * dtypes[1].itemsize)
-    return rows, [f"{counted(num_units, 'equal unit')} of {each}; activations come on top"], ""
+    notes = [f"{counted(num_units, 'equal unit')} of {each}; activations come on top"]
+    if speed is not None:
+        notes += [f"steps of {tokens:,} tokens a device, without attention", CONFIRMED]
+    return rows, notes, ""
 
 
 def _choices(ranks: int) -> Iterator[tuple[str, int]]:
@@ -243,9 +291,9 @@ def _row(
 
 # -- from a job ----------------------------------------------------------------------------------
 def _of_config(
-    own: dict[str, str], rest: list[str], ranks: int, room: int
+    own: dict[str, str], rest: list[str], ranks: int, room: int, speed: Speed | None
 ) -> tuple[list[Row], list[str], str]:
-    for key in ("units", "dtype", "compute"):
+    for key in ("units", "tokens", "dtype", "compute"):
         if key in own:
             raise ConfigError(f"--{key}: goes with --params alone")
     loaded = _load(rest).on(ranks)
@@ -266,8 +314,12 @@ def _of_config(
                 plan, strategy, recompute, ranks, room,
                 needs.activations if saved.is_known else None, needs.logits,
             )  # fmt: skip
-            rows.append(replace(row, gathered_bytes=needs.gathered))
+            row = replace(row, gathered_bytes=needs.gathered)
+            rows.append(_timed_of(row, plan, model, config, ranks, speed))
     notes = list(loaded.notes)
+    if speed is not None:
+        known = any(row.step_s is not None for row in rows)
+        notes.append(CONFIRMED if known else "no time: this model's forward tells nothing on meta")
     if not saved.is_known:
         notes.append("activations come on top: this model's forward tells nothing on meta")
     change = ""
@@ -294,6 +346,49 @@ def _load(rest: list[str]) -> LoadedConfig:
 def _choosing(config: Config, strategy: Any, replicas: int, recompute: Any) -> Config:
     shard = replace(config.shard, strategy=strategy, activation_checkpointing=recompute)
     return replace(config, shard=shard, mesh=replace(config.mesh, replicate=replicas, shard=-1))
+
+
+# -- time ----------------------------------------------------------------------------------------
+CONFIRMED = (
+    "times: by shares of the peak that published runs on H100 and H200 reached eagerly "
+    "(docs/plan.md); no run of this job has confirmed them"
+)
+
+
+def _timed(
+    row: Row,
+    plan: PlannedModel,
+    flops: Sequence[float],
+    micro_batches: int,
+    dtype: str,
+    speed: Speed | None,
+) -> Row:
+    """`flops`: of each unit's forward of one micro-batch."""
+    if speed is None:
+        return row
+    from shardwise.plan.speed import Work, step_time
+
+    recomputes = {"none": 0.0, "full": 1.0}.get(row.recompute, 0.5)
+    work = Work(flops, recomputes=recomputes, micro_batches=micro_batches)
+    found = step_time(plan, work, replace(speed, dtype=full_name(dtype)))
+    return replace(row, step_s=found.step_s, exposed_s=found.exposed_s)
+
+
+def _timed_of(
+    row: Row, plan: PlannedModel, model: Any, config: Config, ranks: int, speed: Speed | None
+) -> Row:
+    from shardwise.train.flops import count_flops
+
+    if speed is None or config.model.kind == "custom":
+        return row
+    units = [unit.modules for unit in plan.units]
+    flops = count_flops(model, units, config.data.seq_len)
+    if flops is None:
+        return row
+    micro = config.train.micro_batch
+    batches = max(1, config.train.global_batch // (micro * ranks))
+    forward = [micro * each for each in flops]
+    return _timed(row, plan, forward, batches, config.shard.param_dtype, speed)
 
 
 # -- showing -------------------------------------------------------------------------------------
@@ -332,6 +427,7 @@ def _print(rows: Sequence[Row], room: int, notes: Sequence[str], advice: str) ->
         Column("logits", sizes("logits_bytes")),
         Column("peak", sizes("peak_bytes")),
         Column("received", sizes("comm_bytes")),
+        *_times(rows),
         Column("fits", ["yes" if row.fits else "no" for row in rows], is_number=False),
     ]
     console = console_of(sys.stdout)
@@ -340,3 +436,18 @@ def _print(rows: Sequence[Row], room: int, notes: Sequence[str], advice: str) ->
     console.print(advice, markup=False)
     for note in notes:
         console.print(f"- {note}", markup=False)
+
+
+def _times(rows: Sequence[Row]) -> list[Column]:
+    from shardwise.train.columns import Column
+
+    if all(row.step_s is None for row in rows):
+        return []
+
+    def texts(name: str) -> list[str]:
+        values = [getattr(row, name) for row in rows]
+        return [
+            "?" if v is None else f"{v:.3g} s" if v >= 1 else f"{1e3 * v:.3g} ms" for v in values
+        ]
+
+    return [Column("step", texts("step_s")), Column("exposed", texts("exposed_s"))]

@@ -41,15 +41,21 @@ def count_saved(model: Any, units: Sequence[nn.Module], seq_len: int) -> Saved:
     counter = _Counter(model, units)
     was_training = model.training
     model.train()
-    ids = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
     try:
-        with counter.counting(), _buffers_on_meta(model):
-            logits = _logits(model, ids).numel()
+        with counter.counting():
+            logits = on_meta_ids(model, seq_len).numel()
     except Exception:  # noqa: BLE001 - some models look at values, which meta tensors have not
         return _guessed(model, seq_len)
     finally:
         model.train(was_training)
     return Saved(tuple(counter.inside), sum(counter.inputs), counter.outside, logits)
+
+
+def on_meta_ids(model: Any, seq_len: int) -> Tensor:
+    """The logits of one sample, on meta."""
+    ids = torch.zeros((1, seq_len), dtype=torch.long, device="meta")
+    with _buffers_on_meta(model):
+        return _logits(model, ids)
 
 
 def _logits(model: Any, ids: Tensor) -> Tensor:
