@@ -41,6 +41,7 @@ def run_hour(*options: str, code: int = 0, timeout_s: float = 400.0) -> dict[str
 
 # -- the whole -------------------------------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_dry_run_goes_to_its_end(tmp_path: Path) -> None:
     file = tmp_path / "result.json"

@@ -12,6 +12,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "launches.py"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_no_more_device_work_than_fsdp2_where_rows_are_cut(tmp_path: Path) -> None:
     found = tmp_path / "launches.json"

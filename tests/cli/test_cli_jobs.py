@@ -121,6 +121,7 @@ def test_a_request_to_stop_saves_and_exits_0(folder, number):
     assert [p.name for p in Path("run/checkpoints").iterdir()] == [f"step_{last:08d}"]
 
 
+@pytest.mark.long
 def test_torchrun_continues_what_the_launcher_began_and_another_model_is_refused(folder):
     Path("job.toml").write_text("[train]\nsteps = 4\n")
     code, _, err = finish(start("job.toml", "--nproc=1"))

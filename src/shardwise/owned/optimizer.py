@@ -316,7 +316,9 @@ class OwnedOptimizer(Optimizer):
             if name not in shown:
                 shown[name] = self._laid_out(team, piece, value)
         owns = team is None or piece.owner == team.rank
-        first = stack_part(team, len(piece.parameter), team.rank)[0] if team and shown else 0
+        first = 0
+        if team is not None and piece.index is not None:
+            first = stack_part(team, len(piece.parameter), team.rank)[0]
         form, held = Form(), {}
         for name, value in shown.items():
             if not isinstance(value, Tensor) or not value.ndim:
