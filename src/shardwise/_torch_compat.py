@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+# Tensors with sizes and no memory, which go through kernels' shape functions on any device.
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

@@ -123,6 +123,20 @@ def test_mistakes(capsys) -> None:
         assert text in error and error.count("\n") == 1
 
 
+def test_the_schedule_of_a_step(capsys) -> None:
+    """The events are compared with recorded ones in tests/plan/test_plan_walk.py."""
+    sizes = ["--model.layers", "2", "--shard.unit", "Block", "--run.device", "cpu"]
+    assert main(["explain", *sizes, "--schedule", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    text = " | ".join(f"{e['code']} {e['unit'].replace('blocks.', 'L')}" for e in found["events"])
+    assert text.startswith("F (root) | AG (root) | F L0 | AG L0 | FR L0 | F L1 | AG L1 | FR L1")
+    assert "B L1 | AG L1 | RS L1 | FR L1 | B L0" in text
+    assert main(["explain", *sizes, "--schedule"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in shown[1:3]] == [["F", "(root)"], ["AG", "(root)"]]
+    assert f"in the {found['peak']['moment']} of {found['peak']['unit']}" in shown[-1]
+
+
 def said_of(capsys, *arguments: str) -> str:
     assert main(["explain", *arguments]) == 0
     return capsys.readouterr().out

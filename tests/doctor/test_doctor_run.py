@@ -70,7 +70,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 }
 # Those that only a fresh process shows: the highest use of one that lived on would hide them.
 OF_MEMORY: dict[str, tuple[dict[str, Any], str]] = {
-    "memory-grows": (planted.OWN | {"model.kind": "planted:keeps", "train.steps": 12}, "a step"),
+    "memory-grows": (planted.OWN | {"model.kind": "planted:keeps", "train.steps": 24}, "a step"),
     "buffers": (planted.OWN | {"model.kind": "planted:table"}, "100.0 MiB"),
     "activations": (
         planted.TINY
@@ -78,8 +78,8 @@ OF_MEMORY: dict[str, tuple[dict[str, Any], str]] = {
             "model.dim": 64,
             "model.layers": 4,
             "data.seq_len": 512,
-            "train.micro_batch": 32,
-            "train.global_batch": 64,
+            "train.micro_batch": 48,
+            "train.global_batch": 96,
             "train.steps": 2,
             "optim.warmup_steps": 1,
             "train.eval_samples": 2,

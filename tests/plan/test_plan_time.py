@@ -175,12 +175,13 @@ def test_plan_has_times_where_the_device_has_a_name(capsys: pytest.CaptureFixtur
     job = ("--model.dim", "64", "--model.layers", "2")
     for arguments in (("--params", "7e9", "--gpus", "8xh100"), (*job, "--gpus", "2x4090")):
         found = rows_of(capsys, *arguments)
-        rows = found["rows"]
-        assert all(row["step_s"] > row["exposed_s"] >= 0 for row in rows)
+        rows = [r for r in found["rows"] if r["offload"] == "none" and r["wire"] == "exact"]
+        assert len(rows) >= 4 and all(row["step_s"] > row["exposed_s"] >= 0 for row in rows)
         assert any("no run of this job has confirmed" in note for note in found["notes"])
     slow = rows_of(capsys, "--params", "7e9", "--gpus", "8xh100", "--link", "10G")["rows"]
     fast = rows_of(capsys, "--params", "7e9", "--gpus", "8xh100", "--link", "nvlink")["rows"]
-    assert all(a["step_s"] > b["step_s"] for a, b in zip(slow, fast, strict=True))
+    times = [(a["step_s"], b["step_s"]) for a, b in zip(slow, fast, strict=True) if a["step_s"]]
+    assert len(times) >= 4 and all(a > b for a, b in times)
     unknown = rows_of(capsys, "--params", "7e9", "--gpus", "8x80GB")["rows"]
     assert all(row["step_s"] is None for row in unknown)
 

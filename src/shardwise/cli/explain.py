@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel, PlannedUnit
 
 _HELP = """usage: shardwise explain [CONFIG.toml] [--section.key value ...] [--nproc N]
-                         [--config | --why KEY] [--json]
+                         [--config | --why KEY | --schedule] [--json]
 
 Shows the units that `shardwise train` would make with the same arguments: what is gathered
 together, under which strategy and transport, and what it costs a rank in memory and
@@ -31,7 +31,10 @@ communication. Nothing is run and nothing is allocated. --nproc defaults to 2.
 
 --config     every key of the job instead: its value, where that was set, why it has no effect
 --why KEY    one key instead (several with more --why): what it is for, where its value comes from,
-             why it has no effect, and what it changes beside its default"""
+             why it has no effect, and what it changes beside its default
+--schedule   one step as the engine will execute it: AG gather issued, F forward, FR released,
+             B backward begins, RS reduction issued, G gradients delivered, HG shards that
+             replicas share out are gathered; and what a rank holds at most"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,8 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     as_json, shows_config = "--json" in arguments, "--config" in arguments
     try:
-        rest, keys = _keys([a for a in arguments if a not in ("--json", "--config")])
-        parsed = parse(rest, flags=["json", "config", "why"])
+        own = ("--json", "--config", "--schedule")
+        rest, keys = _keys([a for a in arguments if a not in own])
+        parsed = parse(rest, flags=["json", "config", "why", "schedule"])
         loaded = load_config(parsed.config_file, parsed.overrides)
         num_ranks = parsed.nproc or 2
         loaded = loaded.on(num_ranks)
@@ -50,6 +54,9 @@ def main(arguments: Sequence[str]) -> int:
             raise loaded.error(key, text)
         if shows_config:
             _print_config(loaded, as_json=as_json)
+            return 0
+        if "--schedule" in arguments:
+            _print_schedule(loaded, num_ranks, as_json=as_json)
             return 0
         plan, why = _plan(loaded, num_ranks)
         about = {key: _why(loaded, key, why, num_ranks) for key in keys}
@@ -109,6 +116,37 @@ def _print_config(loaded: LoadedConfig, *, as_json: bool) -> None:
         Column("no effect, because", [s.no_effect for s in found], is_number=False),
     ]
     print_columns(console_of(sys.stdout), "The effective configuration", columns)
+
+
+def _print_schedule(loaded: LoadedConfig, num_ranks: int, *, as_json: bool) -> None:
+    import torch
+
+    from shardwise.train.model import build_model, plan_of
+    from shardwise.train.planned import Traces, step_of
+
+    config = loaded.config
+    on_accelerator = config.run.device != "cpu" and torch.cuda.is_available()
+    model = build_model(config, loaded.path.parent if loaded.path else None)
+    plan = plan_of(model, config, num_ranks, on_accelerator=on_accelerator)
+    step = step_of(plan, config, num_ranks, Traces(model), on_accelerator=on_accelerator)
+    walk, peak = step.walk, step.walk.peak
+    if as_json:
+        events = [{"code": event.code, "unit": event.unit} for event in walk.events]
+        at_peak = {"moment": peak.moment, "unit": peak.unit, **peak.parts}
+        print(json.dumps({"events": events, "peak": at_peak, "is_known": step.is_known}))
+        return
+    at = next((i for i, event in enumerate(walk.events) if event.code == "B"), len(walk.events))
+    for name, events in (("forward", walk.events[:at]), ("backward", walk.events[at:])):
+        print(f"{name}:")
+        for event in events:
+            print(f"  {event.code:<3} {event.unit}")
+    parts = ", ".join(f"{k} {text_of_bytes(size)}" for k, size in peak.parts.items() if size)
+    where = f" of {peak.unit}" if peak.unit else ""
+    print(
+        f"A rank holds at most {text_of_bytes(peak.total)}, in the {peak.moment}{where}: {parts}."
+    )
+    if not step.is_known:
+        print("The model's forward tells nothing without values: units are taken one by one.")
 
 
 def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]]:

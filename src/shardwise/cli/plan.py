@@ -4,10 +4,11 @@
     shardwise plan models/mine --gpus 8xh100     a directory of transformers, or its config.json
     shardwise plan --params 14e9 --gpus 64       from a number of parameters alone
 
-Memory is that of the layouts which the engine allocates by, and what autograd saves in a forward on
-the meta device. Received is what a rank takes in for a micro-batch whose gradients are reduced.
-Times are those of `plan.speed`, for devices by name. Of what fits, and is about as fast as the
-fastest, that is recommended which recomputes nothing, then receives least, then needs least.
+Memory is the most of a step that is walked as the engine executes it, with the model's own forward
+and backward on fake tensors; the moment and the unit of the peak are told. Received is what a rank
+takes in for a micro-batch whose gradients are reduced. Times are those of `plan.speed`, for devices
+by name. Of what fits, and is about as fast as the fastest, that is recommended which recomputes
+nothing, offloads nothing and rounds nothing, then receives least, then needs least.
 Exit codes: 0, also where nothing fits; 2 a mistake (one line on stderr).
 """
 
@@ -30,19 +31,22 @@ from shardwise.plan.hardware import (
     read_hardware,
 )
 from shardwise.train.command import parse
-from shardwise.train.config import Config
+from shardwise.train.config import Config, own_keys
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
+from shardwise.train.optimizer_keys import num_states
 from shardwise.units import counted, full_name, text_of_bytes
 
 if TYPE_CHECKING:
-    from shardwise.plan.model import PlannedModel
+    from shardwise.plan.model import PlannedModel, PlannedUnit
     from shardwise.plan.speed import Speed
+    from shardwise.plan.walk import Walk
     from shardwise.train.columns import Column
+    from shardwise.train.flops import Flops
 
 _HELP = """usage: shardwise plan [CONFIG.toml | DIR | config.json] [--gpus N | NxMEMORY | NxNAME]
                       [--hardware NAME | FILE] [--link NAME | GB/s]
-                      [--section.key value ...] [--json]
+                      [--section.key value ...] [--all] [--json]
        shardwise plan --params NUMBER [--units N] [--tokens N] [--dtype bf16] [--compute fp32]
                       [--gpus ...]
 
@@ -52,9 +56,14 @@ the device has a name, how long a step takes too, and how much of it waits for c
 --gpus 2x24GB, 8xh100: devices and the memory of each; without memory that of --hardware (a name, or
 a file of shardwise doctor --save), else of this machine. --params 14e9: a model of that many
 parameters in --units equal units (32), kept in --dtype (float32) and computed in --compute
-(bfloat16); activations are not known then, and steps are those of --tokens a device (8192)."""
+(bfloat16); activations are not known then, and steps are those of --tokens a device (8192). --all
+shows every choice, not only those that no other one beats in memory, bytes received, recomputation,
+offload and rounding."""
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
+RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("none", "optimizer", "parameters")
+WIRES = ("exact", "bf16", "int8")
 GROUP = 8  # ranks of a group of `hybrid_shard`: those of one host
 _OWN = ("gpus", "hardware", "link", "params", "units", "tokens", "dtype", "compute")
 ALIKE = 1.05
@@ -63,38 +72,65 @@ TOKENS = 8192  # of a micro-batch on a device, where nobody says
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one rank needs under one choice, in bytes; None: not known."""
+    """What one rank needs under one choice: bytes, the most of each kind; None: not known."""
 
     strategy: str
     recompute: str
+    offload: str  # what lies in host memory: none, optimizer, parameters
+    wire: str  # what travels: exact, bf16, int8
     ranks: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     gathered_bytes: int
+    buffer_bytes: int
     activation_bytes: int | None
     logits_bytes: int | None
+    host_bytes: int
+    peak_bytes: int
+    peak_moment: str
+    peak_unit: str
+    at_peak: dict[str, int]
     comm_bytes: int
+    between_bytes: int  # of these, from other hosts
     room: int
     step_s: float | None = None
     exposed_s: float | None = None
 
     @property
-    def peak_bytes(self) -> int:
-        kept = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-        return kept + self.gathered_bytes + (self.activation_bytes or 0) + (self.logits_bytes or 0)
-
-    @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.room
 
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """What is to be small: no other row may be better in one and worse in none."""
+        return (
+            self.peak_bytes,
+            self.comm_bytes,
+            RECOMPUTE.index(self.recompute),
+            OFFLOAD.index(self.offload),
+            WIRES.index(self.wire),
+        )
+
     def as_json(self) -> dict[str, Any]:
         found = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
-        return found | {"peak_bytes": self.peak_bytes, "fits": self.fits}
+        return found | {"fits": self.fits}
 
     def __str__(self) -> str:
-        how = "" if self.recompute == "none" else f" with recomputation ({self.recompute})"
-        return f"{self.strategy}{how}"
+        how = [] if self.recompute == "none" else [f"recomputation ({self.recompute})"]
+        how += [] if self.offload == "none" else [f"{self.offload} in host memory"]
+        how += [] if self.wire == "exact" else [f"{self.wire} on the wire"]
+        return f"{self.strategy}{' with ' if how else ''}{' and '.join(how)}"
+
+
+def best_of(rows: Sequence[Row]) -> list[Row]:
+    """Those that no other row beats."""
+    return [row for row in rows if not any(_beats(other, row) for other in rows)]
+
+
+def _beats(one: Row, other: Row) -> bool:
+    pairs = list(zip(one.costs, other.costs, strict=True))
+    return one.costs != other.costs and all(a <= b for a, b in pairs)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,23 +140,28 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         own, rest = _split(arguments)
-        as_json = "--json" in rest
-        rest = [word for word in rest if word != "--json"]
-        ranks, room = _devices(own.get("gpus"), own.get("hardware"))
+        as_json, shows_all = "--json" in rest, "--all" in rest
+        rest = [word for word in rest if word not in ("--json", "--all")]
+        devices = _devices(own.get("gpus"), own.get("hardware"))
+        ranks, room = devices.ranks, devices.room
         speed = _speed(own)
         if "params" in own:
             rows, notes, change = _of_count(own, rest, ranks, room, speed)
         else:
-            rows, notes, change = _of_config(own, rest, ranks, room, speed)
+            rows, notes, change = _of_config(own, rest, devices, speed)
     except ConfigError as error:
         print(f"shardwise plan: {error}", file=sys.stderr)
         return 2
     best = recommended(rows)
     if as_json:
-        found = {"rows": [row.as_json() for row in rows], "room_bytes": room, "notes": notes}
+        best_rows = best_of(rows)
+        listed = [row.as_json() | {"is_beaten": row not in best_rows} for row in rows]
+        found = {"rows": listed, "room_bytes": room, "notes": notes}
         print(json.dumps(found | {"recommended": best and best.as_json(), "change": change}))
     else:
-        _print(rows, room, notes, _advice(rows, best, change))
+        _print(rows if shows_all else best_of(rows), room, notes, _advice(rows, best, change))
+        if not shows_all and (left_out := len(rows) - len(best_of(rows))):
+            print(f"{counted(left_out, 'choice')} that others beat: --all shows them too")
     return 0
 
 
@@ -130,11 +171,14 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     """
     fitting = [row for row in rows if row.fits]
     times = [row.step_s for row in fitting if row.step_s is not None]
-    if times and len(times) == len(fitting):
+    if times:
         fitting = [row for row in fitting if (row.step_s or 0) <= min(times) * ALIKE]
-    return min(
-        fitting, key=lambda r: (r.recompute != "none", r.comm_bytes, r.peak_bytes), default=None
-    )
+
+    def order(row: Row) -> tuple[int, ...]:
+        peak, received, recompute, offload, wire = row.costs
+        return wire, offload, recompute, received, peak
+
+    return min(fitting, key=order, default=None)
 
 
 # -- arguments -----------------------------------------------------------------------------------
@@ -156,7 +200,14 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def _devices(text: str | None, hardware: str | None) -> tuple[int, int]:
+@dataclass(frozen=True, slots=True)
+class _Devices:
+    ranks: int
+    room: int
+    are_accelerators: bool = True
+
+
+def _devices(text: str | None, hardware: str | None) -> _Devices:
     try:
         ranks, memory = parse_gpus(text or "2")
     except ValueError as error:
@@ -173,13 +224,14 @@ def _devices(text: str | None, hardware: str | None) -> tuple[int, int]:
         has_gpu = torch.cuda.is_available()
         room = room_on(torch.device("cuda" if has_gpu else "cpu"))
         memory = room if has_gpu else room // ranks
-    return ranks, memory
+        return _Devices(ranks, memory, has_gpu)
+    return _Devices(ranks, memory)
 
 
-def _of_hardware(text: str, ranks: int | None) -> tuple[int, int]:
+def _of_hardware(text: str, ranks: int | None) -> _Devices:
     try:
         if text.lower() in DEVICES:
-            return ranks or 1, memory_of(text)
+            return _Devices(ranks or 1, memory_of(text))
         path = Path(text)
         if not path.exists():
             raise ValueError(f"{text}: no such file, and no device of {', '.join(DEVICES)}")
@@ -187,7 +239,8 @@ def _of_hardware(text: str, ranks: int | None) -> tuple[int, int]:
     except ValueError as error:
         raise ConfigError(f"--hardware: {error}") from None
     ranks = ranks or (2 if kind == "cpu" else count)
-    return ranks, memory // ranks if kind == "cpu" else memory
+    is_cpu = kind == "cpu"
+    return _Devices(ranks, memory // ranks if is_cpu else memory, not is_cpu)
 
 
 def _speed(own: dict[str, str]) -> Speed | None:
@@ -226,6 +279,7 @@ def _of_count(
     import torch
 
     from shardwise.plan.count import plan_count
+    from shardwise.plan.walk import Way, plain_trace, walk
 
     if rest:
         raise ConfigError(f"{rest[0]}: --params stands for the model; leave out one of the two")
@@ -246,7 +300,8 @@ def _of_count(
             num_params, strategy=strategy, world=ranks // replicas, replicas=replicas,
             num_units=num_units, dtype=dtypes[0], compute=dtypes[1],
         )  # fmt: skip
-        row = _row(plan, strategy, "none", ranks, room, None, None)
+        step = walk(plan, plain_trace(plan.units), Way(runs_ahead=True, on_accelerator=True))
+        row = _row(plan, step, ranks, room, strategy=strategy)
         flops = [2.0 * unit.numel * tokens for unit in plan.units]
         rows.append(_timed(row, plan, flops, 1, own.get("compute", "bfloat16"), speed))
     each = text_of_bytes(num_params / num_units * dtypes[1].itemsize)
@@ -266,67 +321,122 @@ def _choices(ranks: int) -> Iterator[tuple[str, int]]:
 
 def _row(
     plan: PlannedModel,
-    strategy: str,
-    recompute: str,
+    step: Walk,
     ranks: int,
     room: int,
-    activations: int | None,
-    logits: int | None,
+    *,
+    is_known: bool = False,
+    host_bytes: int = 0,
+    **choice: str,
 ) -> Row:
-    layouts = [unit.layout for unit in plan.units]
+    most, peak = step.most, step.peak
+    chosen: dict[str, Any] = {"recompute": "none", "offload": "none", "wire": "exact", **choice}
     return Row(
-        strategy=strategy,
-        recompute=recompute,
+        **chosen,
         ranks=ranks,
-        parameter_bytes=sum(layout.shard_bytes + layout.middle_bytes for layout in layouts),
-        gradient_bytes=sum(layout.grad_bytes for layout in layouts),
-        optimizer_bytes=sum(unit.state_bytes for unit in plan.units),
-        gathered_bytes=plan.gathered_bytes,
-        activation_bytes=activations,
-        logits_bytes=logits,
+        parameter_bytes=most["parameters"],
+        gradient_bytes=most["gradients"],
+        optimizer_bytes=most["optimizer"],
+        gathered_bytes=most["gathered"],
+        buffer_bytes=most["buffers"],
+        activation_bytes=most["activations"] if is_known else None,
+        logits_bytes=most["logits"] if is_known else None,
+        host_bytes=host_bytes,
+        peak_bytes=peak.total,
+        peak_moment=peak.moment,
+        peak_unit=peak.unit,
+        at_peak=peak.parts,
         comm_bytes=plan.received_bytes,
+        between_bytes=round(sum(_between(unit) for unit in plan.units)),
         room=room,
     )
 
 
+def _between(unit: PlannedUnit) -> float:
+    """Bytes that a rank receives from ranks of other hosts, which have GROUP each."""
+    bucket, total = unit.layout.buckets[0], 0.0
+    ranks = {"replicate": bucket.replicas, "shard": bucket.world}
+    for each in unit.collectives:
+        num = each.ranks or ranks[each.axis]
+        received = each.received_bytes(num)
+        if each.is_inside or (each.axis == "shard" and num <= GROUP):
+            continue
+        is_over_all = num > GROUP and bucket.world * bucket.replicas == num
+        total += received * (num - GROUP) / (num - 1) if is_over_all else received
+    return total if bucket.world * bucket.replicas > GROUP else 0.0
+
+
 # -- from a job ----------------------------------------------------------------------------------
 def _of_config(
-    own: dict[str, str], rest: list[str], ranks: int, room: int, speed: Speed | None
+    own: dict[str, str], rest: list[str], devices: _Devices, speed: Speed | None
 ) -> tuple[list[Row], list[str], str]:
     for key in ("units", "tokens", "dtype", "compute"):
         if key in own:
             raise ConfigError(f"--{key}: goes with --params alone")
+    ranks, room = devices.ranks, devices.room
     loaded = _load(rest).on(ranks)
     for key, text in world_problems(loaded.config, ranks):
         raise loaded.error(key, text)
-    from shardwise.train.hf.needs import needs_of_plan, saved_of, smallest_change
+    from shardwise.train.flops import Flops
+    from shardwise.train.hf.needs import smallest_change
     from shardwise.train.model import build_model, plan_of
+    from shardwise.train.planned import Traces, step_of
 
     model = build_model(loaded.config, loaded.path.parent if loaded.path else None)
-    saved = saved_of(model, loaded.config)
-    rows = []
-    for strategy, replicas in _choices(ranks):
-        plan = plan_of(model, _choosing(loaded.config, strategy, replicas, "none"), ranks)
-        for recompute in ("none", "full"):
-            config = _choosing(loaded.config, strategy, replicas, recompute)
-            needs = needs_of_plan(plan, model, config, ranks, saved)
-            row = _row(
-                plan, strategy, recompute, ranks, room,
-                needs.activations if saved.is_known else None, needs.logits,
-            )  # fmt: skip
-            row = replace(row, gathered_bytes=needs.gathered)
-            rows.append(_timed_of(row, plan, model, config, ranks, speed))
+    traces, is_gpu = Traces(model), devices.are_accelerators
+    flops = Flops(model, loaded.config) if speed is not None else None
+    rows, is_known = [], True
+    plans: dict[tuple[str, ...], PlannedModel] = {}
+    for choice, config in _ways(loaded.config, ranks, is_gpu=is_gpu):
+        key = choice["strategy"], choice["offload"], choice["wire"]  # recomputing lays out nothing
+        if key not in plans:
+            plans[key] = plan_of(model, config, ranks, on_accelerator=is_gpu)
+        plan = plans[key]
+        step = step_of(plan, config, ranks, traces, on_accelerator=is_gpu)
+        is_known = step.is_known
+        row = _row(plan, step.walk, ranks, room, is_known=is_known, host_bytes=step.host_bytes,
+                   **choice)  # fmt: skip
+        rows.append(_timed_of(row, plan, flops, config, ranks, speed))
     notes = list(loaded.notes)
     if speed is not None:
         known = any(row.step_s is not None for row in rows)
         notes.append(CONFIRMED if known else "no time: this model's forward tells nothing on meta")
-    if not saved.is_known:
-        notes.append("activations come on top: this model's forward tells nothing on meta")
+    if not is_known:
+        notes.append("activations come on top: this model's forward tells nothing without values")
     change = ""
     if not any(row.fits for row in rows):
         config = _choosing(loaded.config, "full_shard", 1, "full")
-        change = smallest_change(model, config, ranks, saved, room)
+        change = smallest_change(model, config, ranks, traces, room, on_accelerator=is_gpu)
     return rows, notes, change
+
+
+def _ways(config: Config, ranks: int, *, is_gpu: bool) -> Iterator[tuple[dict[str, str], Config]]:
+    """Each choice, and the job that takes it."""
+    ways = [("none", "exact")]
+    if is_gpu and num_states(config.optim.kind, own_keys(config.optim)):
+        ways += [(place, "exact") for place in OFFLOAD[1:]]
+    if ranks > GROUP:
+        ways += [("none", wire) for wire in WIRES[1:]]
+    for strategy, replicas in _choices(ranks):
+        for recompute in RECOMPUTE:
+            usual = _choosing(config, strategy, replicas, recompute)
+            for offload, wire in ways:
+                if wire != "exact" and strategy == "no_shard":
+                    continue
+                travels: Any = wire
+                shard = replace(usual.shard, gather_wire=travels, reduce_wire=travels)
+                places = replace(
+                    usual.offload,
+                    optimizer="cpu" if offload == "optimizer" else "none",
+                    parameters="cpu" if offload == "parameters" else "none",
+                )
+                if wire == "exact":
+                    shard = usual.shard
+                if offload == "none":
+                    places = usual.offload
+                choice = {"strategy": strategy, "recompute": recompute, "offload": offload,
+                          "wire": wire}  # fmt: skip
+                yield choice, replace(usual, shard=shard, offload=places)
 
 
 def _load(rest: list[str]) -> LoadedConfig:
@@ -375,19 +485,18 @@ def _timed(
 
 
 def _timed_of(
-    row: Row, plan: PlannedModel, model: Any, config: Config, ranks: int, speed: Speed | None
-) -> Row:
-    from shardwise.train.flops import count_flops
-
-    if speed is None or config.model.kind == "custom":
+    row: Row, plan: PlannedModel, flops: Flops | None, config: Config, ranks: int,
+    speed: Speed | None,
+) -> Row:  # fmt: skip
+    """Times of what travels as it is and lies on the device; others have none."""
+    if flops is None or row.offload != "none" or row.wire != "exact":
         return row
-    units = [unit.modules for unit in plan.units]
-    flops = count_flops(model, units, config.data.seq_len)
-    if flops is None:
+    counted_flops = flops.of(plan)
+    if counted_flops is None:
         return row
     micro = config.train.micro_batch
     batches = max(1, config.train.global_batch // (micro * ranks))
-    forward = [micro * each for each in flops]
+    forward = [micro * each for each in counted_flops]
     return _timed(row, plan, forward, batches, config.shard.param_dtype, speed)
 
 
@@ -401,11 +510,18 @@ def _advice(rows: Sequence[Row], best: Row | None, change: str) -> str:
     fitting = "what fits" if best.recompute == "none" else "what fits, all of it by recomputing,"
     if best.recompute == "none" and any(row.recompute != "none" for row in rows):
         fitting = "what fits without recomputation"
+    if best.offload != "none" or best.wire != "exact":
+        fitting = "what fits, in the cheapest way to make room,"
     left = "is left for activations" if best.activation_bytes is None else "is left"
     return (
         f"Take {best}: of {fitting} it receives least ({text_of_bytes(best.comm_bytes)} for a "
-        f"micro-batch); {text_of_bytes(best.room - best.peak_bytes)} of each device {left}."
+        f"micro-batch); {text_of_bytes(best.room - best.peak_bytes)} of each device {left}. "
+        f"The peak is in the {_where(best)}."
     )
+
+
+def _where(row: Row) -> str:
+    return row.peak_moment + (f" of {row.peak_unit}" if row.peak_unit else "")
 
 
 def _print(rows: Sequence[Row], room: int, notes: Sequence[str], advice: str) -> None:
@@ -419,14 +535,22 @@ def _print(rows: Sequence[Row], room: int, notes: Sequence[str], advice: str) ->
     if len({row.recompute for row in rows}) > 1:
         columns.append(Column("recompute", [row.recompute for row in rows], is_number=False))
     columns += [
+        Column(name, [getattr(row, name) for row in rows], is_number=False)
+        for name in ("offload", "wire")
+        if len({getattr(row, name) for row in rows}) > 1
+    ]
+    columns += [
         Column("parameters", sizes("parameter_bytes")),
         Column("gradients", sizes("gradient_bytes")),
         Column("optimizer", sizes("optimizer_bytes")),
         Column("gathered", sizes("gathered_bytes")),
+        Column("buffers", sizes("buffer_bytes")),
         Column("activations", sizes("activation_bytes")),
         Column("logits", sizes("logits_bytes")),
         Column("peak", sizes("peak_bytes")),
+        Column("in the", [_where(row) for row in rows], is_number=False),
         Column("received", sizes("comm_bytes")),
+        *([Column("between hosts", sizes("between_bytes"))] if rows[0].ranks > GROUP else []),
         *_times(rows),
         Column("fits", ["yes" if row.fits else "no" for row in rows], is_number=False),
     ]

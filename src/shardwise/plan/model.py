@@ -47,6 +47,7 @@ class PlannedUnit:
     num_states: int = 2  # tensors that the optimizer keeps of each parameter; AdamW's moments
     halves_states: bool = False  # they are bfloat16, whatever the parameter is
     wire: Wire = EXACT
+    is_state_elsewhere: bool = False  # than the parameters: in host memory, in files
 
     @property
     def numel(self) -> int:
@@ -54,7 +55,12 @@ class PlannedUnit:
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer: torch makes it like the parameter, as it makes the gradient."""
+        """Of the optimizer, beside the parameters."""
+        return 0 if self.is_state_elsewhere else self.all_state_bytes
+
+    @property
+    def all_state_bytes(self) -> int:
+        """Wherever it is: torch makes it like the parameter, as it makes the gradient."""
         layout = self.layout
         return self.num_states * (
             2 * layout.num_trained if self.halves_states else layout.grad_bytes
@@ -69,7 +75,8 @@ class PlannedUnit:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        return self.layout.collectives(root=self.is_root)
+        """With a strategy by name the root's copy goes after the forward like all others."""
+        return self.layout.collectives()
 
     @property
     def received_bytes(self) -> int:
@@ -132,6 +139,8 @@ def plan_model(
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     num_states: int = 2,
     halves_states: bool = False,
+    is_state_elsewhere: bool = False,
+    on_accelerator: bool = False,
 ) -> PlannedModel:
     """Lay out `model` as `shard_model` would.
 
@@ -142,7 +151,8 @@ def plan_model(
         world: ranks of the shard axis; for `no_shard` of all.
         replicas: ranks of the replicate axis.
         overrides: by the name of a unit's first module, "" for the root.
-        num_states, halves_states: of the optimizer, see `PlannedUnit`.
+        num_states, halves_states, is_state_elsewhere: of the optimizer, see `PlannedUnit`.
+        on_accelerator: parts are padded as they are there.
     """
     seen: set[int] = set()
     units = []
@@ -160,11 +170,12 @@ def plan_model(
             world=1 if alone else world,
             replicas=world * replicas if alone else replicas,
             wire=own["wire"],
+            on_accelerator=on_accelerator,
         )
         name, mover = group[0] or "(root)", str(own["transport"])
         if mover == "auto" and not own["wire"].is_plain:
             mover = "c10d"  # the only one of ours that takes wire formats
-        state = num_states, halves_states, own["wire"]
+        state = num_states, halves_states, own["wire"], is_state_elsewhere
         units.append(PlannedUnit(name, tuple(group), chosen, mover, layout, not group[0], *state))
     order = {name: number for number, (name, _) in enumerate(model.named_modules())}
     units.sort(key=lambda unit: (unit.is_root, order[unit.modules[0]]))

@@ -81,13 +81,12 @@ def _unit_time(
     times = dict.fromkeys(Moment, 0.0)
     for each in unit.collectives:
         times[each.moment] += _seconds(plan, unit, each, speed.links)
-    is_passing = unit.strategy.lifetime is Lifetime.USE and not unit.is_root
     return UnitTime(
         unit.name,
         forward,
         (2 + work.recomputes) * forward,
         gather=times[Moment.FORWARD],
-        gather_again=times[Moment.BACKWARD] if is_passing else 0.0,
+        gather_again=times[Moment.BACKWARD],
         reduce=times[Moment.POST_BACKWARD],
         gathers_once=unit.strategy.lifetime is Lifetime.CLEAN,
         is_root=unit.is_root,

@@ -132,8 +132,13 @@ def memory_notes(
     return [said]
 
 
-def plan_of(model: nn.Module, config: Config, num_ranks: int) -> PlannedModel:
-    """Its units and what they cost a rank, as [shard] and [mesh] cut it."""
+def plan_of(
+    model: nn.Module, config: Config, num_ranks: int, *, on_accelerator: bool | None = None
+) -> PlannedModel:
+    """Its units and what they cost a rank, as [shard] and [mesh] cut it; on the devices that
+    [run] would find here, or where `on_accelerator` says."""
+    if on_accelerator is None:
+        on_accelerator = config.run.device != "cpu" and torch.cuda.is_available()
     groups = choose_units(model, unit_of_config(config, model))
     overrides = dict(parse_override(entry) for entry in config.shard.overrides)
     replicas, world = mesh_shape(config, num_ranks)
@@ -147,18 +152,17 @@ def plan_of(model: nn.Module, config: Config, num_ranks: int) -> PlannedModel:
         transport=config.shard.transport,
         wire=wire_of(config),
         overrides=override_for(groups, overrides),
-        num_states=_num_states(config),
+        num_states=num_states(config.optim.kind, own_keys(config.optim)),
         halves_states=in_bfloat16(config.optim),
+        is_state_elsewhere=is_state_elsewhere(config, on_accelerator=on_accelerator),
+        on_accelerator=on_accelerator,
     )
 
 
-def _num_states(config: Config) -> int:
-    """Those that take the memory that parameters are in."""
-    is_on_cpu = config.run.device == "cpu" or not torch.cuda.is_available()
-    elsewhere = ("nvme",) if is_on_cpu else ("cpu", "nvme")
-    if config.offload.optimizer in elsewhere or config.offload.parameters in elsewhere:
-        return 0
-    return num_states(config.optim.kind, own_keys(config.optim))
+def is_state_elsewhere(config: Config, *, on_accelerator: bool) -> bool:
+    """Whether the optimizer's state takes other memory than the one that the step runs in."""
+    elsewhere = ("cpu", "nvme") if on_accelerator else ("nvme",)
+    return config.offload.optimizer in elsewhere or config.offload.parameters in elsewhere
 
 
 def policy_of(config: Config) -> MixedPrecisionPolicy:

@@ -169,13 +169,14 @@ def _numbers_of(row: dict[str, Any]) -> dict[str, Any]:
 def _predict(config: Config, num_ranks: int) -> Predicted:
     from dataclasses import replace
 
-    from shardwise.train.hf.needs import needs_of_plan, saved_of
+    from shardwise.train.hf.needs import needs_of_plan
     from shardwise.train.model import build_model, plan_of
+    from shardwise.train.planned import Traces
 
     model = build_model(config, None)
     plan = plan_of(model, config, num_ranks)
     auto = replace(config, shard=replace(config.shard, unit="auto", overrides=()))
-    needs = needs_of_plan(plan, model, config, num_ranks, saved_of(model, config))
+    needs = needs_of_plan(plan, config, num_ranks, Traces(model))
     whole = plan_of(
         model,
         replace(

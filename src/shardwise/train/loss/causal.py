@@ -66,6 +66,8 @@ def use_token_loss(model: nn.Module, mode: Mode) -> LossChoice | None:
         ConfigError: mode is "on", and the model's loss cannot be chunked.
     """
     found = next((m for m in model.modules() if _has_loss_function(m)), None)
+    if found is not None:
+        found.__dict__.pop("forward", None)  # of an earlier choice
     if found is None:
         if mode == "on":
             raise ConfigError(
