@@ -24,7 +24,7 @@ ELEMENTWISE = frozenset(
     "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 _WHY_NOT = {
-    "Adafactor": "needs whole matrices, to factor second moments (OwnedOptimizer gives it these)",
+    "Adafactor": "factors second moments of whole matrices (OwnedOptimizer gives it these)",
     "LBFGS": "takes dot products over all parameters",
     "Muon": "orthogonalises whole matrices (OwnedOptimizer gives it these)",
     "SparseAdam": "expects sparse gradients, which a sharded parameter does not have",
