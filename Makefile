@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo finetune test test-all simulated-device check format bench clean
+.PHONY: help setup demo finetune test test-all simulated-device check format docs bench clean
 
 help:
 	@echo "make setup   install into .venv (TORCH_INDEX=URL: where torch may come from too)"
@@ -17,6 +17,7 @@ help:
 	@echo "make simulated-device  build the accelerator that tests run on without one (g++, ninja; a minute)"
 	@echo "make check   lint, format, types, layers, spelling, project rules, docs/files.md, size budget"
 	@echo "make format  rewrite files to the formatter's taste, apply safe lint fixes"
+	@echo "make docs    the guide as a site, build/docs/index.html (installs Sphinx)"
 	@echo "make bench   the standard set: shardwise beside its peers, into benchmarks/results/"
 	@echo "make clean   remove .venv, caches and runs/demo"
 
@@ -81,6 +82,12 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/python tools/file_table.py --write
 	$(BIN)/ruff check --fix .
+
+docs: setup
+	@$(BIN)/python -c "import sphinx, myst_parser, furo" 2>/dev/null || $(PIP_INSTALL) -qq -e ".[docs]"
+	$(BIN)/python tools/api_page.py --write
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
 
 bench: setup
 	$(BIN)/python benchmarks/engine.py $(ARGS)

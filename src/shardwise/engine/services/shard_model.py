@@ -51,10 +51,10 @@ def shard_model(
 ) -> Any:
     """Shard a whole model in place: `fully_shard` on its units, innermost first, then on the model.
 
+    What is not said of an argument here is said of that of `fully_shard`.
+
     Args:
         model: the model, on a real device or on meta (then call `materialize` afterwards).
-        mesh, strategy, transport, mp_policy, offload_policy, ignored_params,
-            reshard_after_forward, wire: as in `fully_shard`.
         unit: "auto", class names or name patterns, or a size in bytes; see `grouping`.
         activation_checkpointing: True ("full") recomputes every unit's forward in the backward,
             inside the unit, so that parameters are gathered twice a step as without it.
