@@ -127,6 +127,8 @@ def translate_replicas(part: Part, key: str, strategy: str, group: int, note: st
 def optimizer_refusal(name: str) -> str:
     """Why the job has no optimizer of that name; empty if it has one."""
     plain = name.lower()
+    if plain == "adafactor":  # transformers has its own: relative steps, other defaults
+        return "the job's is torch's, with other steps and defaults; try optim.kind = 'adafactor'"
     if plain in OPTIMIZERS:
         return ""
     if plain in REFUSED:

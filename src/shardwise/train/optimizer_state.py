@@ -145,7 +145,7 @@ def way_with_bfloat16(
     others = [
         kind
         for kind in OPTIMIZERS
-        if kind != optim.kind and num_states(kind, _default_keys(kind))
+        if kind != optim.kind and kind not in OF_WHOLES and num_states(kind, _default_keys(kind))
         if not any(_refusal(kind, _default_keys(kind), d, device, {}) for d in wanted)
     ]
     raise ConfigError(
