@@ -17,7 +17,7 @@ from shardwise.units import counted
 
 _DATA, _WAITING, _QUEUE = 0.2, 0.4, 0.25  # shares of a step that are worth a word
 _SAVES, _SAVE_AIM = 0.2, 0.02
-_SLOWER = 1.6  # times the median of the second quarter
+_SLOWER = 1.6  # times the fastest of the second quarter
 _BEHIND = 1.3  # times the median of the other ranks
 _OFTEN = 0.8  # of the steps
 _FEWEST = 4
@@ -191,9 +191,12 @@ def _slower(case: Case) -> Iterator[Finding]:
         return
     quarter = len(times) // 4
     name = "ranks.jsonl" if case.start.get("device") == "cpu" else "metrics.jsonl"
-    before = median(time for _, time in times[quarter : 2 * quarter])
-    after = median(time for _, time in times[-quarter:])
-    if before <= 0 or after < _SLOWER * before:
+    # The fastest of each: what grows moves it too, and what else the machine did does not.
+    before, between, after = (
+        min(time for _, time in times[start : start + quarter])
+        for start in (quarter, 2 * quarter, len(times) - quarter)
+    )
+    if before <= 0 or after < _SLOWER * before or not before < between < after:
         return
     data = {row["step"]: max(row["data_s"]) for row in case.by_rank}
     late = [data[step] for step, _ in times[-quarter:] if step in data]
@@ -203,7 +206,7 @@ def _slower(case: Case) -> Iterator[Finding]:
         "slower",
         "steps take longer and longer",
         f"{name}: {before:.3g} s at step {times[quarter][0]}, {after:.3g} s at step "
-        f"{times[-1][0]}{of_data} (medians of {quarter} steps)",
+        f"{times[-1][0]}{of_data} (the fastest of {quarter} steps)",
         "something grows with the steps: a list that is kept, a file that is read from its start, "
         "a device that gets hot",
         f"log.profile_steps = [{times[quarter][0]}, {times[-1][0]}]   # then compare both traces",
