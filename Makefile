@@ -65,6 +65,9 @@ test-all: test
 	$(PIP_INSTALL) -qq -e ".[integrations]"
 	$(PIP_INSTALL) -qq --no-deps torchtitan spmd_types torchdata einops torch_checkpointing triton
 	SHARDWISE_LONG=1 $(BIN)/python -m pytest tests/integrations
+	$(PIP_INSTALL) -qq -e ".[quantize]"
+	$(BIN)/python -m pytest tests/owned/test_quantized_state.py tests/engine/test_engine_extensions.py
+	$(BIN)/python -m pip uninstall -qq -y torchao  # transformers would import it wherever it is
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:400 --worlds 2,3,4
 	$(BIN)/python tests/programs/run_programs.py --seeds 400:534 --worlds 2,3,4 --slow
 	$(BIN)/python tests/programs/run_programs.py --seeds 0:200 --worlds 2 --modes c10d,shared_memory

@@ -173,6 +173,13 @@ def make_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
+def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor only wraps others, whose names it gives (`__tensor_flatten__`)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return is_traceable_wrapper_subclass(tensor)
+
+
 def strided_shard(dim: int, split_factor: int) -> Any:
     """The placement of a dim that an inner mesh dim has cut into `split_factor` parts before.
     There is no public name for what FSDP2 itself gives such parameters.

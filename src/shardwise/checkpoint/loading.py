@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.optim import Optimizer
 
 from shardwise._torch_compat import local_of, spec_of
+from shardwise.checkpoint import quantized
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.names import parameter_names, submodule, unwrapped
 from shardwise.checkpoint.placement import is_on_meta, local_part
@@ -251,6 +252,11 @@ def _slots_of(
     made: dict[str, Any] = {}
     for slot in slots:
         key = f"{OPTIM}{name}.{slot}"
+        if quantized.MARK in slot:
+            own = quantized.base_of(slot)
+            if own not in made:
+                made[own] = _quantized_slot(source, f"{OPTIM}{name}.{own}", optimizer, parameter)
+            continue
         if key in source.objects:
             made[slot] = source.objects[key]
             continue
@@ -267,6 +273,15 @@ def _slots_of(
         fill(source, key, tensor)
         made[slot] = tensor
     return made
+
+
+def _quantized_slot(source: Source, key: str, optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    if isinstance(optimizer, KEEPS_ITS_OWN):
+        raise CheckpointError(
+            f"{source.path}: {key} is kept in fewer bits, which {type(optimizer).__name__} does "
+            "not take; use the optimizer that saved it, with shardwise.local_view"
+        )
+    return quantized.read_slot(source, key, parameter)
 
 
 def _is_streamed(

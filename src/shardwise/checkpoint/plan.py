@@ -17,6 +17,7 @@ from shardwise.checkpoint.dtypes import dtype_name, dtype_of
 from shardwise.checkpoint.index import TensorInfo
 from shardwise.checkpoint.names import MODEL
 from shardwise.checkpoint.placement import is_on_meta, local_part
+from shardwise.checkpoint.quantized import check_forms
 from shardwise.errors import CheckpointError
 
 
@@ -76,6 +77,7 @@ def make_plan(offers: Sequence[Sequence[Part]], *, of_stages: bool = False) -> P
             holders.setdefault(part.key, {}).setdefault(part.box, []).append(rank)
             if part.is_plain:
                 plain.add(part.key)
+    check_forms(tensors.keys())
     by_place = {(rank, p.key): p for rank, offer in enumerate(offers) for p in offer}
     load, chosen = [0] * len(offers), [list[Part]() for _ in offers]
     for key in sorted(tensors):

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.checkpoint import quantized
 from shardwise.checkpoint.beside import BESIDE, files_of_model, unsharded_class
 from shardwise.checkpoint.names import (
     GROUPS,
@@ -121,8 +122,11 @@ class State:
             key = f"{OPTIM}{name}.{slot}"
             if isinstance(value, StoredSlot):
                 self.tensors[key], self.pieces[key] = value.like, value.pieces
+            elif quantized.is_quantized(value):
+                self.tensors |= quantized.parts_of(key, value)
             elif isinstance(value, Tensor):
-                self.tensors[key] = value
+                if not quantized.is_empty_part(value):
+                    self.tensors[key] = value
             else:
                 self.objects[key] = value
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shardwise._torch_compat import local_of, make_spec
+from shardwise._torch_compat import is_wrapper_subclass, local_of, make_spec
 from shardwise.engine.mesh.rows import own_box, part_of
 from shardwise.engine.tensor.shard_tensor import ShardTensor, settle, written
 from shardwise.errors import EngineError
@@ -95,8 +95,34 @@ class OwnedOptimizer(Optimizer):
         self._failure = ""
         inner = optimizer_class([self._in_place_of(g) for g in groups], **defaults)
         self._inner, self._bare = inner, BareStep(inner)
+        self._refuse_fewer_bits(name)
         super().__init__(groups, inner.defaults)
         self._pieces()  # what cannot be stepped shows now
+
+    def _refuse_fewer_bits(self, name: str) -> None:
+        """Unknown optimizers are tried: owners send values, not codes and scales."""
+        if getattr(torch.optim, name, None) is type(self._inner):
+            return
+        tried = torch.ones(64, 64)
+        set_gradient(tried, torch.ones(64, 64))
+        try:
+            after = self._bare.as_it_is().run(self._bare.only(0, [tried]), {})
+        except (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+        ):
+            return  # it shows when it is stepped
+        for slot, value in after.get(tried, {}).items():
+            if isinstance(value, Tensor) and is_wrapper_subclass(value):
+                raise ValueError(
+                    f"{name} keeps {slot!r} as {type(value).__name__}, which OwnedOptimizer does "
+                    "not take; use shardwise.local_view with "
+                    "shard_placement_fn=shardwise.whole_blocks(256, least=4096)"
+                )
 
     def __repr__(self) -> str:
         return f"OwnedOptimizer({type(self._inner).__name__}, {super().__repr__()})"

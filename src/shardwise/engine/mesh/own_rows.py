@@ -23,16 +23,23 @@ from shardwise.layout import Cuts
 
 
 class BlockRows(RowShard):
-    """Even cuts, moved to multiples of `block` rows; the last ranks may have less, or nothing."""
+    """Even cuts, moved to multiples of `block` rows; the last ranks may have less, or nothing.
+    A part of fewer than `least` rows joins the one before it.
+    """
 
-    def __init__(self, dim: int, block: int) -> None:
+    def __init__(self, dim: int, block: int, least: int = 1) -> None:
         super().__init__(dim)
-        if block < 1:
-            raise ValueError(f"block: at least 1 row, found {block}")
-        self.block = block
+        for name, given in (("block", block), ("least", least)):
+            if given < 1:
+                raise ValueError(f"{name}: at least 1 row, found {given}")
+        self.block, self.least = block, least
 
     def cuts(self, rows: int, world: int) -> Cuts:
-        return Cuts.block(rows, world, self.block)
+        bounds = list(Cuts.block(rows, world, -(-self.least // self.block) * self.block).bounds)
+        last = max((b for b in bounds if b < rows), default=0)
+        if rows - last < self.least:
+            bounds = [rows if b == last and b else b for b in bounds]
+        return Cuts(tuple(bounds))
 
 
 class WholeOn(RowShard):
@@ -48,19 +55,36 @@ class WholeOn(RowShard):
         return Cuts.whole(rows, world, self.owner)
 
 
-def whole_blocks(elements: int) -> Callable[[nn.Parameter], RowShard | None]:
+def whole_blocks(
+    elements: int, *, least: int | None = None
+) -> Callable[[nn.Parameter], RowShard | None]:
     """A `shard_placement_fn` under which each rank's part of a parameter, flattened, begins at a
     multiple of `elements`: blocks that a quantised optimizer makes of parts are those of the whole.
+
+    Args:
+        elements: of a block.
+        least: parts have so many elements or none, and a parameter that is no whole number of
+            blocks is on one rank; one with fewer elements is cut evenly. For optimizers that keep
+            small tensors, and those with a part of a block, in full precision: what they do with
+            a part is what they would do with the whole (torchao.optim: 4096).
     """
-    if elements < 1:
-        raise ValueError(f"elements: at least 1, found {elements}")
+    for name, given in (("elements", elements), ("least", least)):
+        if given is not None and given < 1:
+            raise ValueError(f"{name}: at least 1, found {given}")
 
     def place(param: nn.Parameter) -> RowShard | None:
         if not param.ndim:
             return None
         row = math.prod(param.shape[1:])
         block = elements // math.gcd(elements, row) if row else 1
-        return None if block == 1 else BlockRows(0, block)
+        rows = 1
+        if least and row:
+            if param.numel() < least:
+                return None
+            rows = -(-least // row)
+            if param.numel() % elements:
+                block = rows = param.shape[0]
+        return None if block == rows == 1 else BlockRows(0, block, rows)
 
     return place
 
