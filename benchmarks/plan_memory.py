@@ -250,6 +250,7 @@ def wrong(row: dict[str, Any]) -> list[str]:
 
 def run_job(name: str, folder: str) -> dict[str, Any]:
     Path(folder, "store").unlink(missing_ok=True)
+    config_of(JOBS[name], Path(folder))  # files that both ranks read
     ranks = mp.start_processes(rank_main, (JOBS[name], folder), RANKS, join=False)
     assert ranks is not None
     with PssSampler([int(pid) for pid in ranks.pids()]) as sampler:

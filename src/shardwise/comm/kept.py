@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.comm.ending import wait_at_exit
+
 # By thread, since ranks may be threads: the default group, and what is kept under it, by kind.
 _kept: dict[int, tuple[object, dict[str, dict[Any, Any]]]] = {}
 
@@ -28,6 +30,9 @@ def kept(kind: str) -> dict[Any, Any]:
                 old.close()
         kinds = {}
         _kept[thread] = (world, kinds)
+        wait_at_exit()
         gc.collect()  # circles among them hold files and memory
-    _kept.setdefault(thread, (world, kinds))
+    if thread not in _kept:
+        _kept[thread] = (world, kinds)
+        wait_at_exit()
     return kinds.setdefault(kind, {})
