@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from shardwise import clip_grad_norm_
+from shardwise.bench.machine import describe
 from shardwise.bench.memory import PssSampler
 from shardwise.bench.traffic import count_ours
 from shardwise.comm.c10d.packed_grads import PackedGrads
@@ -285,7 +286,7 @@ def main() -> int:
                 rows.append(run_job(name, folder))
                 failed |= bool(wrong(rows[-1]))
                 print(_text(rows[-1]), *wrong(rows[-1]), flush=True)
-    result = {"ranks": RANKS, "torch": torch.__version__, "rows": rows}
+    result = {"benchmark": "plan_memory", **describe(), "ranks": RANKS, "rows": rows}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -68,10 +68,16 @@ class Traces:
             return None
         use_token_loss(self.model, config.train.chunked_loss)
         compute = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.shard.param_dtype]
+        held: list[Any] = []  # as the trainer's loop holds a batch until its backward is over
+
+        def loss() -> torch.Tensor:
+            held.append(_batch(config))
+            return outputs_of(self.model, held[-1])["loss"]
+
         return trace(
             self.model,
             plan.units,
-            lambda: outputs_of(self.model, _batch(config))["loss"],
+            loss,
             compute=compute,
             recompute=config.shard.activation_checkpointing,
             to_host=config.shard.offload_activations,
