@@ -16,7 +16,7 @@ BUDGETS = {
     "owned": 1_080,  # owners, rounds of rows, the step, its state in and out; local_view
     "replicas": 890,  # rounds, outer step, streams: DiLoCo
     "checkpoint": 5_620,  # 70: the state of offloaded optimizers in pieces, out and in
-    "train": 11_380,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
+    "train": 11_740,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links
     "cli, plan": 3_180,  # 1,010: a step walked before it runs, choices; 225: --why; 105: replicas
     "report": 520,  # a run as a page: pictures, tables, the command

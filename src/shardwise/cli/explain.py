@@ -123,10 +123,12 @@ def _print_schedule(loaded: LoadedConfig, num_ranks: int, *, as_json: bool) -> N
 
     from shardwise.train.model import build_model, plan_of
     from shardwise.train.planned import Traces, step_of
+    from shardwise.train.tensor_axis import part_of_rank
 
     config = loaded.config
     on_accelerator = config.run.device != "cpu" and torch.cuda.is_available()
-    model = build_model(config, loaded.path.parent if loaded.path else None)
+    built = build_model(config, _folder(loaded))
+    model = part_of_rank(built, config)
     plan = plan_of(model, config, num_ranks, on_accelerator=on_accelerator)
     step = step_of(plan, config, num_ranks, Traces(model), on_accelerator=on_accelerator)
     walk, peak = step.walk, step.walk.peak
@@ -150,15 +152,26 @@ def _print_schedule(loaded: LoadedConfig, num_ranks: int, *, as_json: bool) -> N
 
 
 def _plan(loaded: LoadedConfig, num_ranks: int) -> tuple[PlannedModel, list[str]]:
-    plan = _plan_of(loaded, loaded.config, num_ranks)
-    return plan, [*loaded.notes, *_reasons(loaded, plan)]
+    from shardwise.train.model import build_model
+    from shardwise.train.tensor_axis import tensor_lines
+
+    plan, config = _plan_of(loaded, loaded.config, num_ranks), loaded.config
+    lines = _reasons(loaded, plan)
+    if config.mesh.tensor > 1:
+        lines += tensor_lines(build_model(config, _folder(loaded)), config)
+    return plan, [*loaded.notes, *lines]
+
+
+def _folder(loaded: LoadedConfig) -> Any:
+    return loaded.path.parent if loaded.path else None
 
 
 def _plan_of(loaded: LoadedConfig, config: Config, num_ranks: int) -> PlannedModel:
     from shardwise.train.model import build_model, plan_of
+    from shardwise.train.tensor_axis import part_of_rank
 
-    model = build_model(config, loaded.path.parent if loaded.path else None)
-    return plan_of(model, config, num_ranks)
+    model = build_model(config, _folder(loaded))
+    return plan_of(part_of_rank(model, config), config, num_ranks)
 
 
 def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:

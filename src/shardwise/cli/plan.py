@@ -381,8 +381,10 @@ def _of_config(
     from shardwise.train.hf.needs import smallest_change
     from shardwise.train.model import build_model, plan_of
     from shardwise.train.planned import Traces, step_of
+    from shardwise.train.tensor_axis import part_of_rank, tensor_lines
 
-    model = build_model(loaded.config, loaded.path.parent if loaded.path else None)
+    built = build_model(loaded.config, loaded.path.parent if loaded.path else None)
+    model = part_of_rank(built, loaded.config)
     traces, is_gpu = Traces(model), devices.are_accelerators
     flops = Flops(model, loaded.config) if speed is not None else None
     rows, is_known = [], True
@@ -397,7 +399,7 @@ def _of_config(
         row = _row(plan, step.walk, ranks, room, is_known=is_known, host_bytes=step.host_bytes,
                    **choice)  # fmt: skip
         rows.append(_timed_of(row, plan, flops, config, ranks, speed))
-    notes = list(loaded.notes)
+    notes = [*loaded.notes, *tensor_lines(built, loaded.config)]
     if speed is not None:
         known = any(row.step_s is not None for row in rows)
         notes.append(CONFIRMED if known else "no time: this model's forward tells nothing on meta")

@@ -119,7 +119,13 @@ def _run(args: argparse.Namespace, plan: Plan) -> int:
 def _title(plan: Plan) -> str:
     model: Any = plan.loaded.config.model
     path = plan.loaded.path or "built-in decoder"
-    return f"{path}: model {model.kind}, {plan.num_steps} steps of {plan.num_micro_batches} parts"
+    said = f"{path}: model {model.kind}, {plan.num_steps} steps of {plan.num_micro_batches} parts"
+    has_tensor = plan.loaded.config.mesh.tensor > 1
+    return (
+        f"{said}, without its tensor axis (mesh.tensor), whose sums have another order"
+        if has_tensor
+        else said
+    )
 
 
 def _chosen(option: str, text: str, allowed: Sequence[_Name]) -> tuple[_Name, ...]:

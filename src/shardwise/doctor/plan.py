@@ -76,7 +76,7 @@ class Plan:
             config,
             run=replace(config.run, dir=str(self.folder / run_dir), reproducible=level),
             shard=replace(config.shard, strategy=variant.strategy, transport=variant.transport),
-            mesh=replace(config.mesh, replicate=replicas, shard=-1),
+            mesh=replace(config.mesh, replicate=replicas, shard=-1, tensor=1),
             replicas=ReplicasConfig(),
         )
         return replace(self.loaded, config=config)

@@ -248,6 +248,8 @@ class MeshConfig:
     """Replicas of the sharded model (hybrid_shard, hybrid_full_optimizer)."""
     shard: int = -1
     """Ranks that share one copy of the model; -1: all that are left."""
+    tensor: int = 1
+    """Neighbouring ranks that split each matrix (tensor parallelism); 1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,5 +365,5 @@ def resolved_strategy(config: Config) -> str:
 
 def mesh_shape(config: Config, world_size: int) -> tuple[int, int]:
     """(replicate, shard) sizes on that many ranks, -1 resolved; see `world_problems`."""
-    shard = config.mesh.shard
-    return config.mesh.replicate, world_size // config.mesh.replicate if shard == -1 else shard
+    shard, data = config.mesh.shard, world_size // config.mesh.tensor
+    return config.mesh.replicate, data // config.mesh.replicate if shard == -1 else shard

@@ -31,6 +31,7 @@ from shardwise.train.config import (
 )
 from shardwise.train.optimizer_keys import OF_WHOLES, num_states, takes
 from shardwise.train.replica_keys import replica_ineffective, replica_problems
+from shardwise.train.tensor_keys import tensor_problems, tensor_world_problems
 from shardwise.train.text.keys import has_texts, text_ineffective, text_problems
 from shardwise.train.trackers import tracker_problem
 from shardwise.train.wire_keys import wire_ineffective, wire_problems, wire_world_problems
@@ -120,6 +121,7 @@ _AT_LEAST: dict[str, float | None] = {
     "optim.final_lr_ratio": 0,
     "optim.decay_share": 0,
     "mesh.replicate": 1,
+    "mesh.tensor": 1,
     "shard.wire_block": 16,
     "shard.host_ranks": 0,
     "checkpoint.every": 0,
@@ -164,7 +166,7 @@ def problems(config: Config) -> list[tuple[str, str]]:
     found += _strategy_problems(config)
     found += _memory_problems(config)
     found += wire_problems(config)
-    found += _offload_problems(config) + _whole_problems(config)
+    found += _offload_problems(config) + _whole_problems(config) + tensor_problems(config)
     if config.run.reproducible == "any_world":
         found += _any_world_problems(config)
     return found
@@ -308,29 +310,31 @@ def _any_world_problems(config: Config) -> list[tuple[str, str]]:
 
 def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
     """What is wrong with a configuration on that many ranks."""
-    found = []
+    if found := tensor_world_problems(config, world_size):
+        return found
+    data = world_size // config.mesh.tensor  # ranks that read samples of their own
     replicate, shard = mesh_shape(config, world_size)
-    if replicate * shard != world_size:
+    if replicate * shard != data:
         if config.mesh.shard == -1:
-            text = f"{replicate} replicas cannot share {counted(world_size, 'rank')} evenly"
+            text = f"{replicate} replicas cannot share {counted(data, 'rank')} evenly"
             found.append(("mesh.replicate", text))
         else:
             text = f"{counted(replicate, 'replica')} x {counted(shard, 'shard')} are "
-            text += f"{counted(replicate * shard, 'rank')}, not the {world_size} of this job; "
+            text += f"{counted(replicate * shard, 'rank')}, not the {data} of this job; "
             found.append(("mesh.shard", f"{text}use -1 for all that are left"))
     found += wire_world_problems(config, world_size)
     found += replica_problems(config, world_size)
     if config.run.reproducible == "any_world":
         return found  # micro-batches need not fit the ranks
     batch, micro = config.train.global_batch, config.train.micro_batch
-    if batch % (world_size * micro):
-        nearest = nearest_multiple(batch, world_size * micro)
-        ranks = counted(world_size, "rank")
+    if batch % (data * micro):
+        nearest = nearest_multiple(batch, data * micro)
+        ranks = counted(data, "rank" if data == world_size else "data rank")
         text = f"{batch} is not a multiple of {ranks}; use {nearest}"
         if micro > 1:
             text = (
                 f"{batch} is not a multiple of {ranks} x micro_batch {micro} = "
-                f"{world_size * micro}; use {nearest}, or another train.micro_batch"
+                f"{data * micro}; use {nearest}, or another train.micro_batch"
             )
         found.append(("train.global_batch", text))
     return found

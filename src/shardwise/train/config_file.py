@@ -52,7 +52,8 @@ class LoadedConfig:
         config, before = self.config, self.config.train
         if config.run.reproducible == "any_world":
             return self
-        train = fitted_batches(before, num_ranks, self.origins)
+        data_ranks = max(1, num_ranks // config.mesh.tensor)
+        train = fitted_batches(before, data_ranks, self.origins)
         notes = self.notes
         if train.global_batch != before.global_batch:
             text = (

@@ -17,6 +17,7 @@ from shardwise.train.data import Samples
 from shardwise.train.loss.weights import trained_tokens
 from shardwise.train.order import Int64Array
 from shardwise.train.running import Job, forward
+from shardwise.train.tensor_axis import loss_split
 
 
 def chosen_samples(available: int, wanted: int) -> Int64Array:
@@ -31,7 +32,7 @@ def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
     chosen = chosen_samples(len(held_out), job.config.train.eval_samples)
     count, micro = len(chosen), job.config.train.micro_batch
     batches = [chosen[start : start + micro] for start in range(0, count, micro)]
-    rank, world = job.ranks.rank, job.ranks.world_size
+    rank, world = job.data_ranks.rank, job.data_ranks.size
     job.model.eval()
     names: list[str] = []
     rows: list[list[float]] = []
@@ -42,7 +43,8 @@ def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
         is_spare = at >= len(batches)
         numerics.begin_evaluation_batch(job.config, job.step, at)
         batch = held_out.batch(indices)
-        outputs = forward(job, batch)
+        with loss_split(job.model, job.config):
+            outputs = forward(job, batch)
         names = sorted(outputs)
         tokens = trained_tokens(job.model, batch)
         samples = 0 if is_spare else len(indices)
@@ -52,7 +54,8 @@ def evaluate(job: Job, held_out: Samples) -> dict[str, float]:
         sums = [float(outputs[name]) * weights[name] if weights[name] else 0.0 for name in names]
         rows.append([*sums, weights["loss"]])
     flat = [row[column] for column in range(len(names) + 1) for row in rows]
-    table = job.ranks.gather_floats(flat).view(world, len(names) + 1, len(rows))
+    table = job.data_ranks.rows(job.ranks.gather_floats(flat))
+    table = table.reshape(world, len(names) + 1, len(rows))
     *totals, weight = (math.fsum(column.flatten().tolist()) for column in table.unbind(1))
     divisors = dict.fromkeys(names, count) | {"loss": max(1.0, weight)}
     return {f"val_{n}": total / divisors[n] for n, total in zip(names, totals, strict=True)}

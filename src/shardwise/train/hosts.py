@@ -69,6 +69,7 @@ def host_problems(config: Config, hosts: Sequence[Host]) -> list[tuple[str, str]
     if strategy not in HYBRID:
         return []
     replicas, size = mesh_shape(config, len(host_of))
+    size *= config.mesh.tensor  # ranks of one copy follow each other
     for copy in range(replicas):
         members = range(copy * size, (copy + 1) * size)
         on = list(dict.fromkeys(host_of[rank] for rank in members))
@@ -110,7 +111,7 @@ def crosses_hosts(config: Config, hosts: Sequence[Host]) -> bool:
     strategy, world = resolved_strategy(config), sum(len(host.ranks) for host in hosts)
     if strategy == "no_shard":
         return False
-    size = mesh_shape(config, world)[1] if strategy in HYBRID else world
+    size = mesh_shape(config, world)[1] * config.mesh.tensor if strategy in HYBRID else world
     host_of = {rank: host.name for host in hosts for rank in host.ranks}
     return any(host_of[rank] != host_of[rank // size * size] for rank in host_of)
 
@@ -118,14 +119,21 @@ def crosses_hosts(config: Config, hosts: Sequence[Host]) -> bool:
 def describe_mesh(config: Config, hosts: Sequence[Host]) -> str:
     """A line for the start of a job; empty for ranks of one host without replicas."""
     strategy, world = resolved_strategy(config), sum(len(host.ranks) for host in hosts)
-    if len(hosts) == 1 and strategy not in HYBRID:
+    tensor = config.mesh.tensor
+    if len(hosts) == 1 and strategy not in HYBRID and tensor == 1:
         return ""
-    replicas, size = (world, 1) if strategy == "no_shard" else mesh_shape(config, world)
+    replicas, size = mesh_shape(config, world)
+    if strategy == "no_shard":
+        replicas, size = replicas * size, 1
     mesh = f"{counted(replicas, 'replica')} x {counted(size, 'shard')}"
+    mesh += f" x {tensor} tensor ranks" if tensor > 1 else ""
     if len(hosts) == 1:
         return f"mesh: {mesh} on one host"
     where = "between hosts" if crosses_hosts(config, hosts) else "inside hosts only"
     gathers = "" if size == 1 else f"; gathers {where}"
+    host_of = {rank: host.name for host in hosts for rank in host.ranks}
+    if any(host_of[rank] != host_of[rank // tensor * tensor] for rank in host_of):
+        gathers += "; activations of every layer between hosts"
     return f"mesh: {mesh} on {_hosts_text(hosts)}{gathers}"
 
 

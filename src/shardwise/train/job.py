@@ -48,6 +48,7 @@ from shardwise.train.run_dir import RunDir, check_named, finished
 from shardwise.train.running import Job
 from shardwise.train.speed import device_peak, flops_per_token
 from shardwise.train.stop import StopRequest
+from shardwise.train.tensor_axis import DataRanks
 from shardwise.train.text.check import check_packing, check_sizes
 from shardwise.train.trackers import Run, Trackers
 from shardwise.train.watch import Watch
@@ -204,7 +205,7 @@ def build_job(
         step_in_backward(model, optimizer)
     ranks.on_each(lambda: numerics.check(config, model, optimizer))
     step, position, loss = 0, 0, None
-    seed_rng(config.run.seed, step, ranks.rank)
+    seed_rng(config.run.seed, step, DataRanks.of(config, ranks).rank)
     if start is not None:
         if copies is not None:
             copies.bring(start, model)
@@ -216,7 +217,7 @@ def build_job(
         where = f"memory at step {step}: " if copies is not None else ""
         notes.append(f"continuing from {where}{start.path}")
         if not restored.rng_restored and config.run.reproducible != "any_world":
-            seed_rng(config.run.seed, step, ranks.rank)
+            seed_rng(config.run.seed, step, DataRanks.of(config, ranks).rank)
             notes.append(
                 f"written by {counted(start.world_size, 'rank')}, now {ranks.world_size}: random "
                 "streams (dropout) start anew, everything else continues"

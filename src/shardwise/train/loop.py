@@ -36,6 +36,7 @@ from shardwise.train.run_dir import RunDir
 from shardwise.train.running import Job, forward
 from shardwise.train.sampling import sample_texts
 from shardwise.train.schedule import learning_rate, set_learning_rate
+from shardwise.train.tensor_axis import loss_split
 from shardwise.train.watch import NAMES as WATCHED
 
 # Takes one optimizer step: its row for metrics.jsonl, and what asked the job to stop (or nothing).
@@ -175,7 +176,8 @@ def _train_step(
     if asked_of[:, 2].any():  # in the background, on all ranks
         job.checkpoints.wait()
     if run is None:
-        means = dict(zip(names, logged.mean(dim=0).tolist(), strict=True))
+        own = job.data_ranks.rows(logged)
+        means = dict(zip(names, own.mean(dim=0).tolist(), strict=True))
     if job.record is not None:
         losses = logged[:, names.index("loss")]
         job.record.ranks(job.step, losses, asked_of[:, 1], watched)
@@ -211,11 +213,12 @@ def _forward_backward(job: Job, order: SampleOrder) -> dict[str, float]:
     reduce_once = config.optim.in_backward or strategy.defers_reduction
     whole = order.indices(job.position, config.train.global_batch)
     samples = job.watch.over(job.data.train)
-    batches, weigh = weigh_on_ranks(job.model, samples, own, whole, job.ranks)
+    batches, weigh = weigh_on_ranks(job.model, samples, own, whole, job.ranks, job.data_ranks)
     sums: dict[str, Tensor] = {}
     for i, batch in enumerate(batches):
         weight, wait = weigh(batch), reduce_once and i < len(own) - 1
-        with no_sync(job.model) if wait else contextlib.nullcontext():
+        held_back = no_sync(job.model) if wait else contextlib.nullcontext()
+        with held_back, loss_split(job.model, config):
             outputs = forward(job, batch)
             (outputs["loss"] * weight).backward()
         for name, value in outputs.items():
@@ -241,8 +244,8 @@ def _in_tree_order(job: Job, order: SampleOrder, run: ReproducibleRun) -> dict[s
 
 def _micro_batches(job: Job, order: SampleOrder) -> Iterator[Int64Array]:
     train = job.config.train
-    share = train.global_batch // job.ranks.world_size
-    first = job.position + job.ranks.rank * share
+    share = train.global_batch // job.data_ranks.size
+    first = job.position + job.data_ranks.rank * share
     for start in range(first, first + share, train.micro_batch):
         yield order.indices(start, train.micro_batch)
 

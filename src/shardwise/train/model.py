@@ -46,6 +46,7 @@ from shardwise.train.factory import load_factory
 from shardwise.train.loss.causal import use_token_loss
 from shardwise.train.optimizer_keys import num_states
 from shardwise.train.optimizer_state import in_bfloat16
+from shardwise.train.tensor_axis import check_split, split
 from shardwise.train.wire_keys import wire_of
 
 _CHECKPOINTING: dict[str, bool | str] = {"none": False, "full": True, "selective": "selective"}
@@ -54,7 +55,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def build_model(config: Config, search_dir: Path | None) -> nn.Module:
     """The whole model, unsharded, with its loss; the decoder on the meta device. Checks
-    `shard.unit` on it."""
+    `shard.unit` and `mesh.tensor` on it."""
     model = _make_model(config, search_dir)
     use_token_loss(model, config.train.chunked_loss)
     try:
@@ -62,6 +63,7 @@ def build_model(config: Config, search_dir: Path | None) -> nn.Module:
         override_for(choose_units(model, unit_of_config(config, model)), overrides)
     except ValueError as error:  # names that match nothing
         raise ConfigError(f"shard.{error}") from None
+    check_split(model, config)
     return model
 
 
@@ -179,11 +181,17 @@ def shard(model: nn.Module, config: Config, device: torch.device, world_size: in
     if not any(p.is_meta for p in model.parameters()):
         model.to(device)
     strategy = resolved_strategy(config)
-    shape = mesh_shape(config, world_size)
-    if strategy in HYBRID:
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    sizes, names = mesh_shape(config, world_size), ("replicate", "shard")
+    if strategy not in HYBRID:
+        sizes, names = (sizes[0] * sizes[1],), ("shard",)
+    if config.mesh.tensor > 1:
+        every = init_device_mesh(
+            device.type, (*sizes, config.mesh.tensor), mesh_dim_names=(*names, "tensor")
+        )
+        split(model, every["tensor"])
+        mesh = every[names]
     else:
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     shard_model(
         model,
         mesh=mesh,

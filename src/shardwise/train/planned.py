@@ -137,7 +137,8 @@ def step_of(
     found, is_known = (
         (plain_trace(plan.units), False) if traces is None else traces.of(plan, config)
     )
-    micro_batches = max(1, config.train.global_batch // (config.train.micro_batch * world))
+    data_ranks = world // config.mesh.tensor
+    micro_batches = max(1, config.train.global_batch // (config.train.micro_batch * data_ranks))
     to_host = on_accelerator and config.offload.parameters == "cpu"
     way = Way(
         micro_batches=micro_batches,

@@ -22,6 +22,7 @@ from shardwise.train.metrics import MetricsFile
 from shardwise.train.record import Record
 from shardwise.train.replica import Replica
 from shardwise.train.stop import StopRequest
+from shardwise.train.tensor_axis import DataRanks
 from shardwise.train.trackers import Trackers
 from shardwise.train.watch import Watch
 
@@ -55,6 +56,10 @@ class Job:
     saved_step: int = 0
     link: Link | None = None  # between hosts, until its cost is told
     replica: Replica | None = None  # one of several jobs that meet
+
+    @property
+    def data_ranks(self) -> DataRanks:
+        return DataRanks.of(self.config, self.ranks)
 
 
 def forward(job: Job, batch: Any) -> dict[str, Tensor]:

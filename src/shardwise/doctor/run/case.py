@@ -172,17 +172,19 @@ def _predict(config: Config, num_ranks: int) -> Predicted:
     from shardwise.train.hf.needs import needs_of_plan
     from shardwise.train.model import build_model, plan_of
     from shardwise.train.planned import Traces
+    from shardwise.train.tensor_axis import part_of_rank
 
-    model = build_model(config, None)
+    built = build_model(config, None)
+    model = part_of_rank(built, config)
     plan = plan_of(model, config, num_ranks)
     auto = replace(config, shard=replace(config.shard, unit="auto", overrides=()))
     needs = needs_of_plan(plan, config, num_ranks, Traces(model))
     whole = plan_of(
-        model,
+        built,
         replace(
             auto,
             shard=replace(auto.shard, strategy="no_shard"),
-            mesh=replace(config.mesh, replicate=1, shard=-1),
+            mesh=replace(config.mesh, replicate=1, shard=-1, tensor=1),
         ),
         1,
     )

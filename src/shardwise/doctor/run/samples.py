@@ -11,7 +11,8 @@ _MOST = 0.5  # of the steps
 
 
 def check_samples(case: Case) -> Iterator[Finding]:
-    rows = [row["batch"] for row in case.by_rank if all(row.get("batch", [0]))]
+    tensor = case.config.mesh.tensor  # ranks of one group read the same
+    rows = [row["batch"][::tensor] for row in case.by_rank if all(row.get("batch", [0]))]
     if case.num_ranks < 2 or len(rows) < 2:
         return
     same: dict[int, int] = {}
@@ -23,12 +24,13 @@ def check_samples(case: Case) -> Iterator[Finding]:
     if not ranks:
         return
     count = max(same.values())
+    named = ", ".join(str(tensor * rank) for rank in ranks)
     several = "s" if len(ranks) > 1 else ""
     yield Finding(
         WRONG,
         "same-samples",
         "ranks read the same samples",
-        f"ranks.jsonl: rank{several} {', '.join(map(str, ranks))} began with the same bytes as a "
+        f"ranks.jsonl: rank{several} {named} began with the same bytes as a "
         f"rank before in {count} of {len(rows)} steps",
         f"{case.num_ranks} ranks learn from fewer samples than a step counts: the data ignores the "
         "index that it is asked for, or draws from a generator that all ranks seed alike",

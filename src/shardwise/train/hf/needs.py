@@ -21,6 +21,7 @@ from shardwise.train.config import Config, HFModelConfig, resolved_strategy
 from shardwise.train.hf.room import room_on
 from shardwise.train.model import plan_of
 from shardwise.train.planned import Planned, Traces, step_of
+from shardwise.train.tensor_axis import part_of_rank
 from shardwise.units import text_of_bytes
 
 
@@ -181,6 +182,7 @@ def check_room(
 ) -> tuple[str, str]:
     """(what to tell, why the job is refused): the second is empty where it may start."""
     assert isinstance(config.model, HFModelConfig)
+    model = part_of_rank(model, config)
     traces, is_cuda = Traces(model), device.type == "cuda"
     needs = needs_of(model, config, world, traces, on_accelerator=is_cuda)
     room = room_on(device)

@@ -32,6 +32,7 @@ from shardwise.train.order import Int64Array
 
 if TYPE_CHECKING:
     from shardwise.train.data import Samples
+    from shardwise.train.tensor_axis import DataRanks
 
 NOT_TRAINED = -100
 
@@ -50,10 +51,15 @@ def trained_tokens(model: nn.Module, batch: Any) -> int | None:
 
 
 def weigh_on_ranks(
-    model: nn.Module, samples: Samples, own: Sequence[Int64Array], step: Int64Array, ranks: Ranks
+    model: nn.Module,
+    samples: Samples,
+    own: Sequence[Int64Array],
+    step: Int64Array,
+    ranks: Ranks,
+    data_ranks: DataRanks,
 ) -> tuple[Iterable[Any], Weigh]:
     """The batches of this rank's micro-batches `own`, and their weights, for gradients that are
-    averaged over ranks; `step` holds the indices of all ranks. A collective where samples do not
+    averaged over data ranks; `step` holds the indices of all. A collective where samples do not
     know their tokens."""
     batches: Iterator[Any] = (samples.batch(indices) for indices in own)
     first = next(batches)
@@ -62,8 +68,8 @@ def weigh_on_ranks(
     total, read = samples.trained_tokens(step), [first, *batches]
     if total is None:
         counted = sum(_tokens(model, batch) for batch in read)
-        total = int(ranks.gather_floats([counted]).sum())
-    return read, _by_tokens(model, ranks.world_size, total)
+        total = int(data_ranks.rows(ranks.gather_floats([counted])).sum())
+    return read, _by_tokens(model, data_ranks.size, total)
 
 
 def weigh_in_tree(
