@@ -13,11 +13,14 @@ block to a file that later commands and blocks of the page may use.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,12 +41,15 @@ from shardwise.doctor.command import plan_of
 from shardwise.doctor.examine import parse_arguments as parse_doctor
 from shardwise.errors import ConfigError
 from shardwise.install import uninstall
+from shardwise.report.command import parse as parse_report
 from shardwise.train.command import parse
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import load_config
 from shardwise.train.hf.generate import parser as generate_parser
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+_MODEL = "models/mine"  # of docs/quickstart.md
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "toml", "sh", "console", "diff", "text"}
 OF_THE_SITE = {"{toctree}", "{eval-rst}"}  # for Sphinx, see test_site.py
@@ -167,11 +173,25 @@ def test_command(block: Block, line: str, tmp_path: Path) -> None:
     for other in blocks_of(block.page):
         if (name := other.remark_of("file")) is not None:
             (tmp_path / name).write_text(other.text)
+            if f'path = "{_MODEL}"' in other.text:
+                shutil.copytree(model_directory(), tmp_path / _MODEL)
     words = shlex.split(line, comments=True)
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # VARIABLE=value
         words = words[1:]
     assert words[0] in _COMMANDS, f"{block}: no rule for the command {words[0]!r}"
     _COMMANDS[words[0]](words[1:], tmp_path)
+
+
+@functools.cache
+def model_directory() -> Path:
+    """In the place of the reader's model: a small one, as transformers writes it."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
+    config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=2048)
+    path = Path(tempfile.mkdtemp())
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
 
 
 def _make(words: list[str], folder: Path) -> None:
@@ -205,7 +225,10 @@ def _shardwise(words: list[str], folder: Path) -> None:
     if words[0] == "data":
         assert load_config(folder / words[1], parse(words[2:]).overrides)
         return
-    if words[0] == "plan":
+    if words[0] == "report":
+        assert parse_report(words[1:])
+        return
+    if words[0] in ("plan", "explain"):
         with contextlib.chdir(folder):
             assert shardwise_main(words) == 0
         return
