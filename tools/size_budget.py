@@ -18,7 +18,7 @@ BUDGETS = {
     "checkpoint": 5_620,  # 70: the state of offloaded optimizers in pieces, out and in
     "train": 11_740,  # 190: [replicas]; 340: hosts, link; 140: keys of wires; 220: [offload]
     "bench, doctor": 5_590,  # 1,830: doctor of a run and of a machine; 70: HSDP, wires, links
-    "cli, plan": 3_180,  # 1,010: a step walked before it runs, choices; 225: --why; 105: replicas
+    "cli, plan": 3_270,  # 1,010: a step walked before it runs, choices; 225: --why; 105: replicas
     "report": 520,  # a run as a page: pictures, tables, the command
     "importing": 2_260,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
     ".": 1_070,  # what lies beside the packages

@@ -9,6 +9,8 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.cli.explain import _span
+from shardwise.cli.picture import spans
+from shardwise.events import Event
 from shardwise.train.config import SECTIONS
 from shardwise.units import text_of_bytes
 
@@ -137,6 +139,29 @@ def test_the_schedule_of_a_step(capsys) -> None:
     assert f"in the {found['peak']['moment']} of {found['peak']['unit']}" in shown[-1]
 
 
+def test_a_step_as_a_picture(tmp_path, capsys) -> None:
+    sizes = ["--model.layers", "2", "--shard.unit", "Block", "--run.device", "cpu", "--schedule"]
+    path = tmp_path / "pictures" / "step.svg"
+    assert main(["explain", *sizes, "--picture", str(path)]) == 0
+    drawn = path.read_text()
+    assert drawn.startswith("<?xml") and drawn.count("<path") > 50
+    capsys.readouterr()
+    for arguments, text in (
+        (["--picture", "step.svg"], "needs --schedule too"),
+        (["--schedule", "--picture"], "--picture: needs a value"),
+        (["--schedule", "--picture", "step.txt"], "step.txt is no .svg"),
+    ):
+        assert main(["explain", *arguments]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_spans_of_a_picture() -> None:
+    log = [("AG", "a"), ("F", "a"), ("AG", "b"), ("FR", "a"), ("AG", "a"), ("FR", "b")]
+    events = [Event(code, unit) for code, unit in log]
+    assert spans(events, "AG", "FR") == [("a", 0, 3), ("b", 2, 5), ("a", 4, 6)]
+    assert spans(events, "RS", "G") == []
+
+
 def said_of(capsys, *arguments: str) -> str:
     assert main(["explain", *arguments]) == 0
     return capsys.readouterr().out
@@ -201,11 +226,25 @@ def test_the_effective_configuration(tmp_path, capsys, monkeypatch) -> None:
     assert "no effect, because" in shown and f"{job}:2" in shown
 
 
+def test_every_key_says_why(capsys) -> None:
+    """Its value and where that comes from; one without effect says what makes it so."""
+    known = [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)]
+    said = json.loads(said_of(capsys, *(w for key in known for w in ("--why", key)), "--json"))
+    assert list(said) == known
+    without = {
+        row["key"] for row in json.loads(said_of(capsys, "--config", "--json")) if row["no_effect"]
+    }
+    assert without
+    for key, lines in said.items():
+        assert lines[0].startswith(f"{key} = ") and "default" in lines[0], key
+        assert ("no effect" in " ".join(lines)) == (key in without), key
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--why", "shard.strategi"], "--why shard.strategi: no such key; did you mean shard.st"),
-        (["--why"], "--why: needs a key"),
+        (["--why"], "--why: needs a value"),
         (["--wy", "x"], "--wy"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _HELP = """usage: shardwise explain [CONFIG.toml] [--section.key value ...] [--nproc N]
                          [--config | --why KEY | --schedule] [--json]
+                         [--picture FILE]
 
 Shows the units that `shardwise train` would make with the same arguments: what is gathered
 together, under which strategy and transport, and what it costs a rank in memory and
@@ -34,7 +36,8 @@ communication. Nothing is run and nothing is allocated. --nproc defaults to 2.
              why it has no effect, and what it changes beside its default
 --schedule   one step as the engine will execute it: AG gather issued, F forward, FR released,
              B backward begins, RS reduction issued, G gradients delivered, HG shards that
-             replicas share out are gathered; and what a rank holds at most"""
+             replicas share out are gathered; and what a rank holds at most
+--picture    with --schedule: the same as a picture (.svg, .png or .pdf), memory below it"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +48,10 @@ def main(arguments: Sequence[str]) -> int:
     as_json, shows_config = "--json" in arguments, "--config" in arguments
     try:
         own = ("--json", "--config", "--schedule")
-        rest, keys = _keys([a for a in arguments if a not in own])
+        rest, keys = _taken([a for a in arguments if a not in own], "--why", "shard.strategy")
+        rest, pictures = _taken(rest, "--picture", "step.svg")
+        if pictures and "--schedule" not in arguments:
+            raise ConfigError("--picture: is one of a step; it needs --schedule too")
         parsed = parse(rest, flags=["json", "config", "why", "schedule"])
         loaded = load_config(parsed.config_file, parsed.overrides)
         num_ranks = parsed.nproc or 2
@@ -56,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
             _print_config(loaded, as_json=as_json)
             return 0
         if "--schedule" in arguments:
-            _print_schedule(loaded, num_ranks, as_json=as_json)
+            _print_schedule(loaded, num_ranks, pictures, as_json=as_json)
             return 0
         plan, why = _plan(loaded, num_ranks)
         about = {key: _why(loaded, key, why, num_ranks) for key in keys}
@@ -73,22 +79,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _keys(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments without `--why KEY`, and these keys."""
+def _taken(arguments: Sequence[str], option: str, example: str) -> tuple[list[str], list[str]]:
+    """The arguments without `option VALUE`, and these values."""
     rest: list[str] = []
-    keys: list[str] = []
+    values: list[str] = []
     left = list(arguments)
     while left:
-        name, equals, key = left.pop(0).partition("=")
-        if name != "--why":
-            rest.append(name + equals + key)
+        name, equals, value = left.pop(0).partition("=")
+        if name != option:
+            rest.append(name + equals + value)
             continue
         if not equals:
-            key = left.pop(0) if left and not left[0].startswith("--") else ""
-        if not key:
-            raise ConfigError("--why: needs a key (--why shard.strategy)")
-        keys.append(key)
-    return rest, keys
+            value = left.pop(0) if left and not left[0].startswith("--") else ""
+        if not value:
+            raise ConfigError(f"{option}: needs a value ({option} {example})")
+        values.append(value)
+    return rest, values
 
 
 def _why(loaded: LoadedConfig, key: str, reasons: list[str], num_ranks: int) -> list[str]:
@@ -118,13 +124,18 @@ def _print_config(loaded: LoadedConfig, *, as_json: bool) -> None:
     print_columns(console_of(sys.stdout), "The effective configuration", columns)
 
 
-def _print_schedule(loaded: LoadedConfig, num_ranks: int, *, as_json: bool) -> None:
+def _print_schedule(
+    loaded: LoadedConfig, num_ranks: int, pictures: Sequence[str], *, as_json: bool
+) -> None:
     import torch
 
+    from shardwise.cli import picture
     from shardwise.train.model import build_model, plan_of
     from shardwise.train.planned import Traces, step_of
     from shardwise.train.tensor_axis import part_of_rank
 
+    for path in pictures:
+        picture.check(Path(path))
     config = loaded.config
     on_accelerator = config.run.device != "cpu" and torch.cuda.is_available()
     built = build_model(config, _folder(loaded))
@@ -132,6 +143,8 @@ def _print_schedule(loaded: LoadedConfig, num_ranks: int, *, as_json: bool) -> N
     plan = plan_of(model, config, num_ranks, on_accelerator=on_accelerator)
     step = step_of(plan, config, num_ranks, Traces(model), on_accelerator=on_accelerator)
     walk, peak = step.walk, step.walk.peak
+    for path in pictures:
+        picture.draw(walk, Path(path))
     if as_json:
         events = [{"code": event.code, "unit": event.unit} for event in walk.events]
         at_peak = {"moment": peak.moment, "unit": peak.unit, **peak.parts}

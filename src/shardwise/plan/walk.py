@@ -82,6 +82,7 @@ class Walk:
     peak: Point = Point("", "", 0, 0, 0, 0, 0, 0, 0)
     engine_peak: Point = Point("", "", 0, 0, 0, 0, 0, 0, 0)  # of what the engine owns
     most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    points: list[tuple[int, Point]] = field(default_factory=list)  # behind so many events
 
     def text(self, *codes: str) -> str:
         return " | ".join(f"{e.code} {e.unit}" for e in self.events if not codes or e.code in codes)
@@ -379,6 +380,7 @@ class _Engine:
             activations=live.activations,
             logits=live.logits,
         )
+        self.walk.points.append((len(self.walk.events), point))
         if point.total > self.walk.peak.total:
             self.walk.peak = point
         if point.engine > self.walk.engine_peak.engine:
