@@ -235,6 +235,20 @@ def test_strategies_of_fsdp(fsdp: Any, hosts: int, expected: tuple, tmp_path: Pa
     assert (found["shard.strategy"], found.get("mesh.replicate")) == expected
 
 
+def test_tensor_axes(tmp_path: Path) -> None:
+    """Of both, and what a job refuses beside it."""
+    axes = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 4}
+    content = {"distributed_type": "FSDP", "parallelism_config": axes, "num_processes": 8}
+    settings, _ = settings_of(tmp_path, content)
+    assert settings["mesh.tensor"] == 2 and settings["mesh.shard"] == 4
+    settings, _ = settings_of(
+        tmp_path, {"tensor_parallel": {"autotp_size": 4}, "zero_optimization": {"stage": 1}}
+    )
+    assert settings["mesh.tensor"] == 4
+    settings, found = settings_of(tmp_path, {"tensor_parallel": {"autotp_size": 1}})
+    assert "mesh.tensor" not in settings and not [r for r in found.rows if r.outcome == "unknown"]
+
+
 def test_units(tmp_path: Path) -> None:
     def unit(**fsdp: Any) -> Any:
         content = {"distributed_type": "FSDP", "fsdp_config": fsdp, "num_processes": 2}

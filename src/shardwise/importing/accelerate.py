@@ -160,7 +160,11 @@ def _precision(part: Part, kind: str | None) -> None:
 def _mesh(part: Part) -> None:
     at = _AXES
     for key in _OTHER_AXES:
-        if (size := part.whole(at + key)) is not None:
+        if (size := part.whole(at + key)) is None:
+            continue
+        if key == "tp_size" and size > 1:
+            part.becomes(at + key, "mesh.tensor", size)
+        else:
             part.same_if(at + key, size <= 1, NO_AXES)
     for key in _OF_AXES:
         part.skip(at + key, "goes with an axis that is not there")
@@ -176,7 +180,7 @@ def _mesh(part: Part) -> None:
         part.becomes(at + "dp_shard_size", "mesh.shard", group)
     else:
         part.same(at + "dp_shard_size", "-1: all ranks that are left")
-    ranks = part.account.ranks
+    ranks = (part.account.ranks or 0) // (part.whole(at + "tp_size") or 1)
     if ranks and replicas and group and replicas * group > 1 and ranks % (replicas * group):
         raise ConfigError(
             f"{part.name(at + 'dp_replicate_size')} x {part.name(at + 'dp_shard_size')} = "

@@ -26,8 +26,8 @@ NO_ZENFLOW = (
 )
 ON_HOST = "shards, gradients and the optimizer's state; accelerators only"
 NO_AXES = (
-    "the job has no tensor, sequence, pipeline or expert axis; fully_shard takes DTensors of other "
-    "mesh dims in a script (docs/fsdp2.md)"
+    "the job has no sequence, pipeline or expert axis (mesh.tensor splits matrices); fully_shard "
+    "takes DTensors of other mesh dims in a script (docs/parallelism.md)"
 )
 KEPT = "gathered copies are kept until the optimizer writes, so accumulation gathers once a step"
 

@@ -148,7 +148,7 @@ _REFUSED = {
     "sparse_attention": "attention is the model's own (model.attention for kind hf)",
     "hybrid_engine": "no generation inside of training; shardwise generate",
     "pipeline": NO_AXES,
-    "tensor_parallel": NO_AXES,
+    "tensor_parallel": "matrices are split as the model's own plan says: mesh.tensor",
     "expert_parallel": NO_AXES,
     "nebula": "checkpoints go to run.dir; checkpoint.background writes beside training",
     "datastates": "checkpoints go to run.dir; checkpoint.background writes beside training",
@@ -511,6 +511,8 @@ def _watching(part: Part) -> None:
 
 
 def _sections(part: Part) -> None:
+    if (size := part.whole("tensor_parallel.autotp_size")) is not None and size > 1:
+        part.becomes("tensor_parallel.autotp_size", "mesh.tensor", size)
     for section, refusal in _REFUSED.items():
         keys = part.names(section)
         off = part.get(f"{section}.enabled") is False or not any(map(part.get, keys))
