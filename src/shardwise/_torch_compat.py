@@ -347,6 +347,13 @@ def default_store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
+def open_fake_group(world: int) -> None:
+    """A default group of torch's own tests: this process is rank 0 of `world`, nothing moves."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+
+
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """Tensors and storage objects that share this memory; `sys.getrefcount` of C++. No public
     name.

@@ -17,6 +17,7 @@ from shardwise.doctor.machine.checks import examine
 from shardwise.doctor.machine.gpus import Gpu, find_gpus, pairs_without_p2p
 from shardwise.doctor.machine.host import Host, look
 from shardwise.plan.hardware import read_hardware
+from shardwise.plan.measured import read_rates
 
 GIB = 2**30
 HOST = Host(
@@ -136,7 +137,11 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path, capsys) -> None:
     found = json.loads(capsys.readouterr().out)
     collectives = found["measured"]["collectives"]
     kinds = {(c["transport"], c["kind"]) for c in collectives}
-    assert kinds == {("shared_memory", "gather"), ("c10d", "gather"), ("c10d", "reduce")}
+    assert kinds == {
+        (transport, kind)
+        for transport in ("shared_memory", "c10d")
+        for kind in ("gather", "reduce", "all_reduce")
+    }
     assert all(c["seconds"] > 0 for c in collectives) and found["measured"]["copy"] > 1e8
     assert not list((tmp_path / "runs").iterdir())
     kind, _, memory = read_hardware(file)
@@ -144,6 +149,20 @@ def test_a_machine_is_measured_and_planned_for(tmp_path: Path, capsys) -> None:
     assert main(["plan", "--params", "1e6", "--gpus", "4", "--hardware", str(file), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["room_bytes"] == (memory if found["gpus"] else memory // 4)
+    if found["gpus"]:
+        return
+    rates = read_rates(file)
+    assert rates is not None and (rates.ranks, rates.call_s > 0) == (2, True)
+    measured = found["measured"]["compute"]["operators"]
+    assert {kind for kind, _ in rates.operators} == {each["kind"] for each in measured}
+    for each in measured:  # what was measured is what a plan reads off
+        seconds = rates.operator_s(each["kind"], each["amount"], each["dtype"])
+        assert seconds == pytest.approx(each["seconds"], rel=0.01), each
+    job = ["--model.dim=64", "--model.layers=2", "--hardware", str(file), "--json"]
+    assert main(["plan", *job]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert all(row["step_s"] > row["exposed_s"] > 0 for row in planned["rows"])
+    assert "2 ranks" in planned["notes"][-1]
 
 
 def test_hardware_by_name(capsys) -> None:
@@ -163,6 +182,8 @@ def test_hardware_by_name(capsys) -> None:
         (["doctor", "--save", "{dir}/job.toml"], "no hardware file; name another"),
         (["doctor", "--save", "{dir}/none/x.toml"], "lies in no directory"),
         (["doctor", "--fast"], "unknown option"),
+        (["doctor", "--ranks", "2"], "goes with --save FILE"),
+        (["doctor", "--save", "{dir}/x.toml", "--ranks", "1"], "expected a number from 2 to 64"),
         (["doctor", "{dir}", "--save", "x"], "is for the machine"),
         (["plan", "--params", "1e6", "--hardware", "{dir}/none"], "no such file"),
         (["plan", "--params", "1e6", "--hardware", "{dir}/job.toml"], "no hardware file"),

@@ -6,10 +6,10 @@
 
 Memory is the most of a step that is walked as the engine executes it, with the model's own forward
 and backward on fake tensors; the moment and the unit of the peak are told. Received is what a rank
-takes in for a micro-batch whose gradients are reduced. Times are those of `plan.speed`, for devices
-by name. Of what fits, and is about as fast as the fastest, that is recommended which recomputes
+takes in for a micro-batch whose gradients are reduced. Times are those of `cli.times`.
+Of what fits, and is about as fast as the fastest, that is recommended which recomputes
 nothing, offloads nothing and rounds nothing, then receives least, then needs least.
-Exit codes: 0, also where nothing fits; 2 a mistake (one line on stderr).
+Exit codes: 0, also where nothing fits; 1 where --dry-run differs; 2 a mistake (a line on stderr).
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.cli.times import Clock
 from shardwise.errors import ConfigError
 from shardwise.plan.hardware import (
     DEVICES,
-    device_named,
     memory_of,
     parse_gpus,
-    parse_link,
     read_hardware,
 )
 from shardwise.train.command import parse
@@ -39,26 +38,27 @@ from shardwise.units import counted, full_name, text_of_bytes
 
 if TYPE_CHECKING:
     from shardwise.plan.model import PlannedModel, PlannedUnit
-    from shardwise.plan.speed import Speed
+    from shardwise.plan.simulate import StepTime
     from shardwise.plan.walk import Walk
     from shardwise.train.columns import Column
-    from shardwise.train.flops import Flops
 
 _HELP = """usage: shardwise plan [CONFIG.toml | DIR | config.json] [--gpus N | NxMEMORY | NxNAME]
                       [--hardware NAME | FILE] [--link NAME | GB/s]
-                      [--section.key value ...] [--all] [--json]
+                      [--section.key value ...] [--all] [--json] [--dry-run]
        shardwise plan --params NUMBER [--units N] [--tokens N] [--dtype bf16] [--compute fp32]
                       [--gpus ...]
 
 Shows what each strategy needs on each device, what fits, and which to take. Nothing is run. Where
-the device has a name, how long a step takes too, and how much of it waits for communication;
---link: between the devices of a host (pcie4, nvlink, 12.5 GB/s), else what such devices have.
+the device has a name, or a file of shardwise doctor --save has measured CPU ranks, how long a step
+takes too, and how much of it waits for communication; --link: between the devices of a host
+(pcie4, nvlink, 12.5 GB/s), else what such devices have.
 --gpus 2x24GB, 8xh100: devices and the memory of each; without memory that of --hardware (a name, or
 a file of shardwise doctor --save), else of this machine. --params 14e9: a model of that many
 parameters in --units equal units (32), kept in --dtype (float32) and computed in --compute
 (bfloat16); activations are not known then, and steps are those of --tokens a device (8192). --all
 shows every choice, not only those that no other one beats in memory, bytes received, recomputation,
-offload and rounding."""
+offload and rounding. --dry-run: the engine itself takes a step of the job as rank 0 of that many
+devices, in this process, on CPU, and its bytes are compared with the plan's."""
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 RECOMPUTE = ("none", "selective", "full")
@@ -144,11 +144,13 @@ def main(arguments: Sequence[str]) -> int:
         rest = [word for word in rest if word not in ("--json", "--all")]
         devices = _devices(own.get("gpus"), own.get("hardware"))
         ranks, room = devices.ranks, devices.room
-        speed = _speed(own)
+        clock = Clock(own, GROUP)
+        if "--dry-run" in rest:
+            return _dry_run(own, [w for w in rest if w != "--dry-run"], devices, as_json=as_json)
         if "params" in own:
-            rows, notes, change = _of_count(own, rest, ranks, room, speed)
+            rows, notes, change = _of_count(own, rest, ranks, room, clock)
         else:
-            rows, notes, change = _of_config(own, rest, devices, speed)
+            rows, notes, change = _of_config(own, rest, devices, clock)
     except ConfigError as error:
         print(f"shardwise plan: {error}", file=sys.stderr)
         return 2
@@ -163,6 +165,34 @@ def main(arguments: Sequence[str]) -> int:
         if not shows_all and (left_out := len(rows) - len(best_of(rows))):
             print(f"{counted(left_out, 'choice')} that others beat: --all shows them too")
     return 0
+
+
+def _dry_run(own: dict[str, str], rest: list[str], devices: _Devices, *, as_json: bool) -> int:
+    """The job as it is configured, by the engine itself; 1 where the plan differs from it."""
+    from shardwise.cli.dry_run import dry_run
+
+    if "params" in own:
+        raise ConfigError("--dry-run: needs a job; a number of parameters (--params) has no model")
+    loaded = _load(rest).on(devices.ranks)
+    for key, text in world_problems(loaded.config, devices.ranks):
+        raise loaded.error(key, text)
+    found = dry_run(loaded.config, devices.ranks, loaded.path.parent if loaded.path else None)
+    is_equal = all(each.is_equal for each in found)
+    if as_json:
+        kinds = {e.kind: {"planned": e.planned, "counted": e.counted} for e in found}
+        print(json.dumps({"ranks": devices.ranks, "is_equal": is_equal, "bytes": kinds}))
+        return int(not is_equal)
+    from shardwise.train.columns import Column, console_of, print_columns
+
+    columns = [
+        Column("bytes of", [each.kind for each in found], is_number=False),
+        Column("planned", [f"{each.planned:,}" for each in found]),
+        Column("counted", [f"{each.counted:,}" for each in found]),
+        Column("", ["" if e.is_equal else "DIFFERS" for e in found], is_number=False),
+    ]
+    print_columns(console_of(sys.stdout), f"rank 0 of {devices.ranks}, a step", columns)
+    print("The plan is what the engine does." if is_equal else "The plan differs from the engine.")
+    return int(not is_equal)
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
@@ -243,25 +273,6 @@ def _of_hardware(text: str, ranks: int | None) -> _Devices:
     return _Devices(ranks, memory // ranks if is_cpu else memory, not is_cpu)
 
 
-def _speed(own: dict[str, str]) -> Speed | None:
-    """Of a device that has a name."""
-    from shardwise.plan.speed import Speed, links_of
-
-    try:
-        link = parse_link(own["link"]) if "link" in own else None
-    except ValueError as error:
-        raise ConfigError(f"--link: {error}") from None
-    device = device_named(own.get("gpus"), own.get("hardware"))
-    if device is None:
-        if link is not None:
-            raise ConfigError(
-                "--link: a step's time needs a device by name too (--gpus 8xh100, --hardware "
-                f"4090); there are {', '.join(DEVICES)}"
-            )
-        return None
-    return Speed(device, links_of(device, link, GROUP))
-
-
 def _number(own: dict[str, str], key: str, default: str) -> int:
     try:
         number = int(float(own.get(key, default)))
@@ -274,7 +285,7 @@ def _number(own: dict[str, str], key: str, default: str) -> int:
 
 # -- from a count --------------------------------------------------------------------------------
 def _of_count(
-    own: dict[str, str], rest: list[str], ranks: int, room: int, speed: Speed | None
+    own: dict[str, str], rest: list[str], ranks: int, room: int, clock: Clock
 ) -> tuple[list[Row], list[str], str]:
     import torch
 
@@ -303,11 +314,13 @@ def _of_count(
         step = walk(plan, plain_trace(plan.units), Way(runs_ahead=True, on_accelerator=True))
         row = _row(plan, step, ranks, room, strategy=strategy)
         flops = [2.0 * unit.numel * tokens for unit in plan.units]
-        rows.append(_timed(row, plan, flops, 1, own.get("compute", "bfloat16"), speed))
+        found = clock.of_flops(plan, flops, own.get("compute", "bfloat16"))
+        rows.append(_timed(row, found))
     each = text_of_bytes(num_params / num_units * dtypes[1].itemsize)
     notes = [f"{counted(num_units, 'equal unit')} of {each}; activations come on top"]
-    if speed is not None:
-        notes += [f"steps of {tokens:,} tokens a device, without attention", CONFIRMED]
+    if clock.speed is not None:
+        notes.append(f"steps of {tokens:,} tokens a device, without attention")
+    notes += clock.notes(has_times=clock.speed is not None)
     return rows, notes, ""
 
 
@@ -368,7 +381,7 @@ def _between(unit: PlannedUnit) -> float:
 
 # -- from a job ----------------------------------------------------------------------------------
 def _of_config(
-    own: dict[str, str], rest: list[str], devices: _Devices, speed: Speed | None
+    own: dict[str, str], rest: list[str], devices: _Devices, clock: Clock
 ) -> tuple[list[Row], list[str], str]:
     for key in ("units", "tokens", "dtype", "compute"):
         if key in own:
@@ -377,7 +390,6 @@ def _of_config(
     loaded = _load(rest).on(ranks)
     for key, text in world_problems(loaded.config, ranks):
         raise loaded.error(key, text)
-    from shardwise.train.flops import Flops
     from shardwise.train.hf.needs import smallest_change
     from shardwise.train.model import build_model, plan_of
     from shardwise.train.planned import Traces, step_of
@@ -386,7 +398,6 @@ def _of_config(
     built = build_model(loaded.config, loaded.path.parent if loaded.path else None)
     model = part_of_rank(built, loaded.config)
     traces, is_gpu = Traces(model), devices.are_accelerators
-    flops = Flops(model, loaded.config) if speed is not None else None
     rows, is_known = [], True
     plans: dict[tuple[str, ...], PlannedModel] = {}
     for choice, config in _ways(loaded.config, ranks, is_gpu=is_gpu):
@@ -398,11 +409,11 @@ def _of_config(
         is_known = step.is_known
         row = _row(plan, step.walk, ranks, room, is_known=is_known, host_bytes=step.host_bytes,
                    **choice)  # fmt: skip
-        rows.append(_timed_of(row, plan, flops, config, ranks, speed))
+        if row.offload == "none" and row.wire == "exact":  # others have no time
+            row = _timed(row, clock.of_job(model, traces, plan, config, ranks))
+        rows.append(row)
     notes = [*loaded.notes, *tensor_lines(built, loaded.config)]
-    if speed is not None:
-        known = any(row.step_s is not None for row in rows)
-        notes.append(CONFIRMED if known else "no time: this model's forward tells nothing on meta")
+    notes += clock.notes(has_times=any(row.step_s is not None for row in rows))
     if not is_known:
         notes.append("activations come on top: this model's forward tells nothing without values")
     change = ""
@@ -461,45 +472,10 @@ def _choosing(config: Config, strategy: Any, replicas: int, recompute: Any) -> C
 
 
 # -- time ----------------------------------------------------------------------------------------
-CONFIRMED = (
-    "times: by shares of the peak that published runs on H100 and H200 reached eagerly "
-    "(docs/plan.md); no run of this job has confirmed them"
-)
-
-
-def _timed(
-    row: Row,
-    plan: PlannedModel,
-    flops: Sequence[float],
-    micro_batches: int,
-    dtype: str,
-    speed: Speed | None,
-) -> Row:
-    """`flops`: of each unit's forward of one micro-batch."""
-    if speed is None:
+def _timed(row: Row, found: StepTime | None) -> Row:
+    if found is None:
         return row
-    from shardwise.plan.speed import Work, step_time
-
-    recomputes = {"none": 0.0, "full": 1.0}.get(row.recompute, 0.5)
-    work = Work(flops, recomputes=recomputes, micro_batches=micro_batches)
-    found = step_time(plan, work, replace(speed, dtype=full_name(dtype)))
     return replace(row, step_s=found.step_s, exposed_s=found.exposed_s)
-
-
-def _timed_of(
-    row: Row, plan: PlannedModel, flops: Flops | None, config: Config, ranks: int,
-    speed: Speed | None,
-) -> Row:  # fmt: skip
-    """Times of what travels as it is and lies on the device; others have none."""
-    if flops is None or row.offload != "none" or row.wire != "exact":
-        return row
-    counted_flops = flops.of(plan)
-    if counted_flops is None:
-        return row
-    micro = config.train.micro_batch
-    batches = max(1, config.train.global_batch // (micro * ranks))
-    forward = [micro * each for each in counted_flops]
-    return _timed(row, plan, forward, batches, config.shard.param_dtype, speed)
 
 
 # -- showing -------------------------------------------------------------------------------------

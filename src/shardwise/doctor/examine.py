@@ -16,17 +16,19 @@ from shardwise.doctor.machine.show import print_machine
 from shardwise.errors import ConfigError
 from shardwise.units import counted
 
-_HELP = """usage: shardwise doctor [--save FILE] [--dir FOLDER] [--json]
+_HELP = """usage: shardwise doctor [--save FILE [--ranks N]] [--dir FOLDER] [--json]
        shardwise doctor RUN [--json]
 
 Without a run: looks at this machine: versions, devices, memory, limits, /dev/shm, disk. With --save
-FILE it measures how fast memory, disk and two ranks move bytes (some seconds) and writes a hardware
-file, which `shardwise plan --hardware FILE` reads. --dir is where runs will write (.).
+FILE it measures how fast memory and disk move bytes, and what --ranks N (2) ranks compute and move
+side by side (about a minute), and writes a hardware file, which `shardwise plan --hardware FILE`
+reads. --dir is where runs will write (.).
 With a run directory, of a run that is over, was killed or goes on: what was wrong with it. Nothing
 is written there.
 Each finding has its evidence, what it means, and a line that changes it. Exit codes: 0 nothing that
 matters, 1 a finding that does, 2 a mistake."""
-_VALUED = ("--save", "--dir")
+MOST_RANKS = 64  # that one host measures
+_VALUED = ("--save", "--dir", "--ranks")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -83,12 +85,13 @@ def _of_machine(own: dict[str, str], *, as_json: bool) -> int:
     from shardwise.train.columns import console_of
 
     folder, target = Path(own.get("--dir", ".")).expanduser(), own.get("--save")
+    ranks = _ranks(own)
     if target is not None:
         check_target(Path(target).expanduser())
     host, gpus = look(folder), find_gpus()
     no_p2p = pairs_without_p2p(torch.cuda)
     found = examine(host, gpus, no_p2p, folder, torch_sees=torch.cuda.device_count())
-    measured = measure(folder) if target is not None else None
+    measured = measure(folder, ranks) if target is not None else None
     if target is not None and measured is not None:
         write(Path(target).expanduser(), as_toml(host, gpus, measured))
     if as_json:
@@ -105,6 +108,15 @@ def _of_machine(own: dict[str, str], *, as_json: bool) -> int:
     if target is not None:
         console.print(f"Written: {target} (shardwise plan --hardware {target})", markup=False)
     return _end(console, found)
+
+
+def _ranks(own: dict[str, str]) -> int:
+    text = own.get("--ranks", "2")
+    if "--ranks" in own and "--save" not in own:
+        raise ConfigError("--ranks: goes with --save FILE: nothing is measured without it")
+    if not text.isdecimal() or not 2 <= int(text) <= MOST_RANKS:
+        raise ConfigError(f"--ranks: expected a number from 2 to {MOST_RANKS}, found {text!r}")
+    return int(text)
 
 
 def _of_run(path: Path, *, as_json: bool) -> int:

@@ -48,17 +48,24 @@ class Links:
     def _inside(self, received_bytes: float) -> float:
         if not self.table:
             return self.latency + received_bytes / self.inside
-        known = sorted(self.table.items())
-        (low, low_s), (high, high_s) = known[0], known[-1]
-        if received_bytes <= low:  # latency
-            return low_s
-        if received_bytes >= high:
-            return high_s * received_bytes / high
-        for (a, a_s), (b, b_s) in itertools.pairwise(known):
-            if received_bytes <= b:
-                share = math.log(received_bytes / a) / math.log(b / a)
-                return math.exp(math.log(a_s) + share * math.log(b_s / a_s))
-        raise AssertionError("between the ends")
+        return read_off(self.table, received_bytes)
+
+
+def read_off(table: Mapping[float, float], amount: float) -> float:
+    """Seconds for an amount, from measured ones: between two by powers, below the least as long as
+    that, above the most in proportion.
+    """
+    known = sorted(table.items())
+    (low, low_s), (high, high_s) = known[0], known[-1]
+    if amount <= low:  # latency
+        return low_s
+    if amount >= high:
+        return high_s * amount / high
+    for (a, a_s), (b, b_s) in itertools.pairwise(known):
+        if amount <= b:
+            share = math.log(amount / a) / math.log(b / a)
+            return math.exp(math.log(a_s) + share * math.log(b_s / a_s))
+    raise AssertionError("between the ends")
 
 
 # torchtitan's profile of all-gathers and reduce-scatters of 2 to 128 MiB on 8 x H100, by what a

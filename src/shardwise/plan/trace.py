@@ -16,7 +16,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -30,6 +30,7 @@ from shardwise.engine.services.activations import OFFLOADED_FROM_BYTES, Activati
 from shardwise.engine.tensor.trees import cast_floats, tensors_in
 from shardwise.plan.live import Held, Live
 from shardwise.plan.model import PlannedUnit
+from shardwise.plan.operators import Operators, Watched
 
 CALLED, LEFT, FORWARD_OVER = "called", "left", "forward over"
 REACHED, FIRST, COMPLETE, THROUGH = "reached", "first", "complete", "through"
@@ -50,6 +51,7 @@ class Mark:
     unit: int  # its place in the plan, -1 for none
     most: Held  # the most since the mark before
     now: Held
+    work: Operators = field(default_factory=Operators)  # since the mark before
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ def trace(
         vocab_size: tells logits from other activations.
     """
     fakes, live = FakeTensorMode(allow_non_fake_inputs=True), Live(vocab_size)
-    watched = _Watched(model, units, live, compute, Activations.named(_KINDS[recompute], False))
+    operators = Watched()
+    kind = Activations.named(_KINDS[recompute], False)
+    watched = _Watched(model, units, live, operators, compute, kind)
     was_training = model.training
     model.train()
     try:
@@ -100,6 +104,7 @@ def trace(
             stack.enter_context(fakes)
             stack.enter_context(_AllRows())
             stack.enter_context(live)
+            stack.enter_context(operators)
             found = loss()
             watched.mark(FORWARD_OVER)
             found.backward()
@@ -122,12 +127,14 @@ class _Watched:
         model: nn.Module,
         units: Sequence[PlannedUnit],
         live: Live,
+        operators: Watched,
         compute: torch.dtype,
         activations: Activations,
     ) -> None:
         self.marks: list[Mark] = []
         self.host_peak = self._host = 0
         self._model, self._units, self._live = model, units, live
+        self._operators = operators
         self._compute, self._activations = compute, activations
         self._vocab_size, self._depth = live.vocab_size, 0  # of units inside of the root
         self._left = [
@@ -144,7 +151,8 @@ class _Watched:
         self._in_backward = False
 
     def mark(self, what: str, unit: int = -1) -> None:
-        self.marks.append(Mark(what, unit, self._live.take_peak(), self._live.now))
+        live, work = self._live, self._operators.take()
+        self.marks.append(Mark(what, unit, live.take_peak(), live.now, work))
 
     def end(self) -> None:
         self._collect(but=-1)

@@ -71,7 +71,7 @@ class Traces:
         held: list[Any] = []  # as the trainer's loop holds a batch until its backward is over
 
         def loss() -> torch.Tensor:
-            held.append(_batch(config))
+            held.append(batch_of(config))
             return outputs_of(self.model, held[-1])["loss"]
 
         return trace(
@@ -101,7 +101,7 @@ class Traces:
         return plain_trace(plan.units, kept, inside - kept, logits)
 
 
-def _batch(config: Config) -> Any:
+def batch_of(config: Config) -> Any:
     """Like those of the job, without values."""
     shape = config.train.micro_batch, config.data.seq_len
     if config.data.format == "tokens":

@@ -1,7 +1,10 @@
 """The hardware file: `shardwise doctor --save FILE` measured it, `plan --hardware FILE` reads it.
 
-TOML: [device] (kind, name, count, memory), [bandwidth] (copy, disk_write, bytes a second), and one
-[[collective]] for each kind, transport and size. `plan` reads [device].
+TOML: [device] (kind, name, count, memory), [bandwidth] (copy, disk_write, bytes a second),
+[compute] (ranks that ran side by side, threads of each, seconds of a call that moves nothing), one
+[[operator]] for each kind, dtype and amount (operations of products and attention, bytes of
+others), one [[collective]] for each kind, transport and size. `plan` reads [device], and where it
+is of CPU ranks all but [bandwidth].
 """
 
 from __future__ import annotations
@@ -27,14 +30,23 @@ def as_toml(host: Host, gpus: Sequence[Gpu], measured: Measured) -> str:
         "count": len(gpus) or 1,
         "memory": min(gpu.memory for gpu in gpus) if gpus else room,
     }
-    lines = [f"# by shardwise doctor, {date}; best of some repetitions", "[device]"]
+    said = "bandwidths: best of some repetitions; times: medians, the mean over ranks"
+    lines = [f"# by shardwise doctor, {date}; {said}", "[device]"]
     lines += [f"{key} = {toml_value(value)}" for key, value in device.items()]
     lines += ["", "[bandwidth]  # bytes a second", f"copy = {measured.copy:.4g}"]
     lines.append(f"disk_write = {measured.disk_write:.4g}")
+    compute = measured.compute
+    lines += ["", "[compute]", f"ranks = {compute.ranks}", f"threads = {compute.threads}"]
+    lines.append(f"call = {compute.call_s:.4g}")
+    for one in compute.operators:
+        lines += ["", "[[operator]]", f"kind = {toml_value(one.kind)}"]
+        lines.append(f"dtype = {toml_value(one.dtype)}\namount = {one.amount:.6g}")
+        lines.append(f"seconds = {one.seconds:.4g}")
     for each in measured.collectives:
         lines += ["", "[[collective]]"]
         lines.append(f"transport = {toml_value(each.transport)}\nkind = {toml_value(each.kind)}")
-        lines.append(f"ranks = 2\nbytes = {each.size_bytes}\nseconds = {each.seconds:.4g}")
+        lines.append(f"ranks = {each.ranks}\nbytes = {each.size_bytes}")
+        lines.append(f"seconds = {each.seconds:.4g}")
     return "\n".join([*lines, ""])
 
 

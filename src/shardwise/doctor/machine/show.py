@@ -43,10 +43,20 @@ def print_machine(
     if measured is not None:
         lines["copy"] = f"{measured.copy / 1e9:.1f} GB/s in memory, one thread"
         lines["disk write"] = f"{measured.disk_write / 1e9:.2f} GB/s, synced"
+        compute = measured.compute
+        beside = (
+            f"{counted(compute.ranks, 'rank')} side by side, {counted(compute.threads, 'thread')}"
+        )
+        for dtype in ("float32", "bfloat16"):
+            for kind, unit in (("product", "GFLOP/s"), ("attention", "GFLOP/s"),
+                               ("elementwise", "GB/s")):  # fmt: skip
+                rates = [t.amount / t.seconds / 1e9 for t in compute.operators
+                         if (t.kind, t.dtype) == (kind, dtype)]  # fmt: skip
+                lines[f"{kind} {dtype}"] = f"{max(rates):.1f} {unit} a rank at most; {beside}"
         for each in measured.collectives:
             rate = each.size_bytes / each.seconds / 1e9
             name = f"{each.kind} {text_of_bytes(each.size_bytes)}"
-            said = f"{each.seconds * 1e3:.2f} ms ({rate:.1f} GB/s) by {each.transport}, 2 ranks"
+            said = f"{each.seconds * 1e3:.2f} ms ({rate:.1f} GB/s) by {each.transport}"
             lines[name] = f"{lines[name]}; {said}" if name in lines else said
     width = max(map(len, lines))
     for name, text in lines.items():
