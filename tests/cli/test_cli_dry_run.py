@@ -96,6 +96,7 @@ def test_a_difference_is_told(
         (("--params", "1e9"), "needs a job"),
         (("--gpus", "4096", "--train.global_batch=32768"), "expected 2 to 1024 devices"),
         (("--gpus", "2", "--model.dim=65536", "--model.layers=64"), "a rank needs"),
+        (("--gpus", "4", "--mesh.tensor=2"), "needs its own ranks"),
         (("--gpus", "2", "--data.source=mine:samples"), "data.source is a function"),
     ],
 )
