@@ -274,7 +274,9 @@ def pack_parts(
         return [((), 0)] * world
     known: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
     packings = []
-    for sizes in zip(*(p.spaces() for p in params), strict=True):
+    is_alike = all(p.is_padded or p.cuts.is_exact for p in params)
+    every = zip(*([p.shard_numel(0)] if is_alike else p.spaces() for p in params), strict=True)
+    for sizes in every:
         if sizes not in known:
             offsets, at = [], 0
             for numel in sizes:
@@ -282,7 +284,7 @@ def pack_parts(
                 at = offsets[-1] + numel
             known[sizes] = (tuple(offsets), at)
         packings.append(known[sizes])
-    return packings
+    return packings * world if is_alike else packings
 
 
 def layout_bucket(

@@ -12,6 +12,7 @@ b1 <= ... <= bN = rows`; rank r owns rows `[b_r, b_r+1)`. Three makers cover wha
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,7 @@ class Cuts:
     @property
     def is_exact(self) -> bool:
         """True when every rank owns equally many rows: one strided copy moves all parts."""
-        first = self.bounds[1]
-        return all(b == rank * first for rank, b in enumerate(self.bounds))
+        return _is_exact(self.bounds)
 
     @property
     def is_even(self) -> bool:
@@ -77,6 +77,13 @@ class Cuts:
     def size(self, rank: int) -> int:
         """Rows that `rank` owns."""
         return self.bounds[rank + 1] - self.bounds[rank]
+
+
+@lru_cache(4096)
+def _is_exact(bounds: tuple[int, ...]) -> bool:
+    """Asked for every parameter of every layer, often with a thousand ranks."""
+    first = bounds[1]
+    return all(b == rank * first for rank, b in enumerate(bounds))
 
 
 def _check(rows: int, world: int) -> None:
