@@ -184,13 +184,25 @@ def test_command(block: Block, line: str, tmp_path: Path) -> None:
 
 @functools.cache
 def model_directory() -> Path:
-    """In the place of the reader's model: a small one, as transformers writes it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """In the place of the reader's model: a small one with a tokenizer, as transformers writes it."""
+    import tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+    path = Path(tempfile.mkdtemp())
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
     config = LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=2048)
-    path = Path(tempfile.mkdtemp())
     LlamaForCausalLM(config).save_pretrained(path)
+    words = {word: number for number, word in enumerate("<unk> <s> </s> <pad> It a the".split())}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}<s> assistant {% endif %}"
+    )
+    tokenizer.save_pretrained(path)
     return path
 
 
