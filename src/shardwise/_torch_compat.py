@@ -173,6 +173,13 @@ def make_spec(
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
+def compiled_graphs() -> int:
+    """How many graphs torch.compile has made in this process. Its counters have no public name."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def is_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Whether a tensor only wraps others, whose names it gives (`__tensor_flatten__`)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -150,3 +151,25 @@ def test_devices() -> None:
     assert parse_gpus("8") == (8, None) and parse_gpus("2x24GB") == (2, 24 * GB)
     assert parse_gpus("64xH100") == (64, 80 * GB) and parse_gpus("1x4090") == (1, 24 * GB)
     assert all(memory_of(name) >= 24 * GB for name in DEVICES)
+
+
+def test_groupings_are_compared(capsys) -> None:
+    """Larger units gather more at a time; all of them are of one model."""
+    sizes = ["--model.dim", "256", "--model.layers", "8", "--gpus", "8xh100", "--json"]
+    assert main(["plan", *sizes, "--groupings", "Attention, Block,64MiB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {(r["unit"], r["strategy"], r["recompute"], r["offload"]): r for r in found["rows"]}
+    assert {unit for unit, *_ in rows} == {"Attention", "Block", "64MiB"}
+    full = [rows[unit, "full_shard", "none", "none"] for unit in ("Block", "64MiB")]
+    assert full[0]["gathered_bytes"] < full[1]["gathered_bytes"]
+    assert len({row["parameter_bytes"] for row in full}) == 1
+    assert main(["plan", *sizes[:-1], "--groupings", "auto,Block"]) == 0
+    assert "shard.unit = " in capsys.readouterr().out
+    for arguments, text in (
+        (["--params", "1e9", "--groupings", "auto"], "goes with a job"),
+        (["--groupings", "auto,,Block"], "names values of shard.unit"),
+        (["--groupings", "auto", "--shard.unit", "Block"], "names values of shard.unit"),
+        (["--groupings", "auto,Nope"], "no name 'Nope'|class or name 'Nope'"),
+    ):
+        assert main(["plan", "--gpus", "2x24GB", *arguments]) == 2
+        assert re.search(text, capsys.readouterr().err)

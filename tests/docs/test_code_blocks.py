@@ -184,7 +184,7 @@ def test_command(block: Block, line: str, tmp_path: Path) -> None:
 
 @functools.cache
 def model_directory() -> Path:
-    """In the place of the reader's model: a small one with a tokenizer, as transformers writes it."""
+    """In the place of the reader's model: a small one, with a tokenizer, by transformers."""
     import tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -145,6 +146,18 @@ def pauses(section: Any) -> Any:
     return Points(pause), Points()
 
 
+def run_compiled(rank: int, world: int, directory: Path, keys: dict[str, Any]) -> None:
+    """By a backend that fuses nothing: which graphs there are is the same."""
+    compile_ = nn.Module.compile
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        with mock.patch.object(nn.Module, "compile", lambda self: compile_(self, backend="eager")):
+            run(rank, world, directory, keys)
+    finally:
+        torch._dynamo.reset()
+
+
 def run_warned(rank: int, world: int, directory: Path, keys: dict[str, Any]) -> None:
     set_wait_limit(60.0, warn_after=0.5)
     try:
@@ -217,6 +230,34 @@ class Table(Plain):
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return super().forward(batch) * self.table[0]
+
+
+class Counts(Plain):
+    """A number in an attribute, by which torch.compile tells graphs apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(Counted() for _ in range(2)))
+        self.end = nn.Linear(8, 1)
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        for unit in self.body:
+            unit.calls += 1
+        return (self.end(self.body(x)) - y).square().mean()
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (1 + self.calls / 1000)
+
+
+def counts(options: dict[str, Any]) -> nn.Module:
+    return Counts()
 
 
 def slower(options: dict[str, Any]) -> nn.Module:

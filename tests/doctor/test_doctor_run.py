@@ -155,6 +155,16 @@ def test_the_work_of_one_rank(tmp_path: Path) -> None:
     assert first.name == "straggler" and "rank 1 is behind" in first.title
 
 
+@pytest.mark.parametrize("model", ["counts", "plain"])
+def test_units_that_are_compiled_again(tmp_path: Path, model: str) -> None:
+    keys = planted.OWN | {"model.kind": f"planted:{model}", "shard.compile": True}
+    keys |= {"shard.unit": "Counted" if model == "counts" else "Linear", "train.eval_every": 6}
+    run_ranks(2, planted.run_compiled, tmp_path / "run", keys)
+    found = [finding for finding in found_in(tmp_path / "run") if finding.name == "recompiles"]
+    assert len(found) == (model == "counts")
+    assert not found or "shard.compile = false" in found[0].remedy
+
+
 def test_killed_and_started_again(tmp_path: Path) -> None:
     run, keys = tmp_path / "run", planted.TINY | {"checkpoint.every": 4}
     run_ranks(2, planted.run, run, keys, 7)

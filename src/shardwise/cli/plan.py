@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 _HELP = """usage: shardwise plan [CONFIG.toml | DIR | config.json] [--gpus N | NxMEMORY | NxNAME]
                       [--hardware NAME | FILE] [--link NAME | GB/s]
-                      [--section.key value ...] [--all] [--json] [--dry-run]
+                      [--section.key value ...] [--groupings "auto,64MiB,Block"] [--all]
+                      [--json] [--dry-run]
        shardwise plan --params NUMBER [--units N] [--tokens N] [--dtype bf16] [--compute fp32]
                       [--gpus ...]
 
@@ -57,17 +58,21 @@ a file of shardwise doctor --save), else of this machine. --params 14e9: a model
 parameters in --units equal units (32), kept in --dtype (float32) and computed in --compute
 (bfloat16); activations are not known then, and steps are those of --tokens a device (8192). --all
 shows every choice, not only those that no other one beats in memory, bytes received, recomputation,
-offload and rounding. --dry-run: the engine itself takes a step of the job as rank 0 of that many
-devices, in this process, on CPU, and its bytes are compared with the plan's."""
+offload and rounding. --groupings: values of shard.unit to compare. --dry-run: the engine itself
+takes a step of the job as rank 0 of that many devices, in this process, on CPU, and its bytes are
+compared with the plan's."""
 
 STRATEGIES = ("no_shard", "shard_optimizer", "shard_grad_op", "full_shard")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("none", "optimizer", "parameters")
 WIRES = ("exact", "bf16", "int8")
 GROUP = 8  # ranks of a group of `hybrid_shard`: those of one host
-_OWN = ("gpus", "hardware", "link", "params", "units", "tokens", "dtype", "compute")
+_OWN = ("gpus", "hardware", "link", "params", "units", "tokens", "dtype", "compute", "groupings")
 ALIKE = 1.05
 TOKENS = 8192  # of a micro-batch on a device, where nobody says
+
+
+_OF_ROWS = ("room", "is_compared")  # what no reader of one needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,7 @@ class Row:
     recompute: str
     offload: str  # what lies in host memory: none, optimizer, parameters
     wire: str  # what travels: exact, bf16, int8
+    unit: str  # what is gathered together, as shard.unit says it
     ranks: int
     parameter_bytes: int
     gradient_bytes: int
@@ -96,6 +102,7 @@ class Row:
     room: int
     step_s: float | None = None
     exposed_s: float | None = None
+    is_compared: bool = False  # with other groupings
 
     @property
     def fits(self) -> bool:
@@ -113,13 +120,14 @@ class Row:
         )
 
     def as_json(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self.__slots__ if name != "room"}
+        found = {name: getattr(self, name) for name in self.__slots__ if name not in _OF_ROWS}
         return found | {"fits": self.fits}
 
     def __str__(self) -> str:
         how = [] if self.recompute == "none" else [f"recomputation ({self.recompute})"]
         how += [] if self.offload == "none" else [f"{self.offload} in host memory"]
         how += [] if self.wire == "exact" else [f"{self.wire} on the wire"]
+        how += [f"shard.unit = {self.unit!r}"] if self.is_compared else []
         return f"{self.strategy}{' with ' if how else ''}{' and '.join(how)}"
 
 
@@ -292,6 +300,8 @@ def _of_count(
     from shardwise.plan.count import plan_count
     from shardwise.plan.walk import Way, plain_trace, walk
 
+    if "groupings" in own:
+        raise ConfigError("--groupings: goes with a job; --params has equal units (--units N)")
     if rest:
         raise ConfigError(f"{rest[0]}: --params stands for the model; leave out one of the two")
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -343,7 +353,8 @@ def _row(
     **choice: str,
 ) -> Row:
     most, peak = step.most, step.peak
-    chosen: dict[str, Any] = {"recompute": "none", "offload": "none", "wire": "exact", **choice}
+    usual = {"recompute": "none", "offload": "none", "wire": "exact", "unit": ""}
+    chosen: dict[str, Any] = {**usual, **choice}
     return Row(
         **chosen,
         ranks=ranks,
@@ -386,10 +397,14 @@ def _of_config(
     for key in ("units", "tokens", "dtype", "compute"):
         if key in own:
             raise ConfigError(f"--{key}: goes with --params alone")
+    if "groupings" in own:
+        return _of_groupings(own, rest, devices, clock)
     ranks, room = devices.ranks, devices.room
     loaded = _load(rest).on(ranks)
     for key, text in world_problems(loaded.config, ranks):
         raise loaded.error(key, text)
+    given = loaded.config.shard.unit
+    unit = ",".join(given) if isinstance(given, tuple) else str(given)
     from shardwise.train.hf.needs import smallest_change
     from shardwise.train.model import build_model, plan_of
     from shardwise.train.planned import Traces, step_of
@@ -408,7 +423,7 @@ def _of_config(
         step = step_of(plan, config, ranks, traces, on_accelerator=is_gpu)
         is_known = step.is_known
         row = _row(plan, step.walk, ranks, room, is_known=is_known, host_bytes=step.host_bytes,
-                   **choice)  # fmt: skip
+                   unit=unit, **choice)  # fmt: skip
         if row.offload == "none" and row.wire == "exact":  # others have no time
             row = _timed(row, clock.of_job(model, traces, plan, config, ranks))
         rows.append(row)
@@ -420,6 +435,21 @@ def _of_config(
     if not any(row.fits for row in rows):
         config = _choosing(loaded.config, "full_shard", 1, "full")
         change = smallest_change(model, config, ranks, traces, room, on_accelerator=is_gpu)
+    return rows, notes, change
+
+
+def _of_groupings(
+    own: dict[str, str], rest: list[str], devices: _Devices, clock: Clock
+) -> tuple[list[Row], list[str], str]:
+    """The rows of each value of `shard.unit`."""
+    texts = [text.strip() for text in own["groupings"].split(",")]
+    if "" in texts or any(word.partition("=")[0] == "--shard.unit" for word in rest):
+        raise ConfigError("--groupings: names values of shard.unit, with commas, in its place")
+    others = {key: value for key, value in own.items() if key != "groupings"}
+    rows, notes, change = [], [], ""
+    for text in dict.fromkeys(texts):
+        found, notes, change = _of_config(others, [*rest, "--shard.unit", text], devices, clock)
+        rows += [replace(row, unit=text, is_compared=True) for row in found]
     return rows, notes, change
 
 
@@ -514,7 +544,7 @@ def _print(rows: Sequence[Row], room: int, notes: Sequence[str], advice: str) ->
         columns.append(Column("recompute", [row.recompute for row in rows], is_number=False))
     columns += [
         Column(name, [getattr(row, name) for row in rows], is_number=False)
-        for name in ("offload", "wire")
+        for name in ("offload", "wire", "unit")
         if len({getattr(row, name) for row in rows}) > 1
     ]
     columns += [

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import check_finite, clip_grad_norm_, no_sync
+from shardwise._torch_compat import compiled_graphs
 from shardwise.comm.exchange import sum_over
 from shardwise.engine.reproducible.run import ReproducibleRun
 from shardwise.errors import NonFiniteError, TrainingError
@@ -190,6 +191,8 @@ def _train_step(
     job.optimizer.step()
 
     elapsed_s = time.perf_counter() - started
+    if config.shard.compile and job.record is not None:
+        job.record.compiled(compiled_graphs(), elapsed_s)
     per_step = config.train.global_batch * job.data.units_per_sample
     speed = "samples_per_s" if job.data.unit == "sample" else "tokens_per_s"
     row = {

@@ -37,6 +37,7 @@ class Record:
         self._log = (directory / LOG).open("a", encoding="utf-8")
         self._ranks = MetricsFile(directory / RANKS, step)
         self._every = max(1, num_ranks // _FULL_RANKS)
+        self._graphs = 0  # of torch.compile
         self.step = step
 
     def event(self, name: str, **values: Any) -> None:
@@ -44,6 +45,12 @@ class Record:
         row = {"event": name, "at": now, "step": self.step, **values}
         self._log.write(json.dumps(row) + "\n")
         self._log.flush()
+
+    def compiled(self, graphs: int, seconds: float) -> None:
+        """What `torch.compile` has made so far, where a step made more."""
+        if graphs != self._graphs:
+            self._graphs = graphs
+            self.event("compiled", graphs=graphs, seconds=round(seconds, _DIGITS))
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -117,9 +117,13 @@ class Case:
     @cached_property
     def steady(self) -> list[dict[str, Any]]:
         """Rows of the newest start, without its first steps."""
-        after = self.start.get("step", 0) + _WARM_UP
         rows = [row for row in self.rows if row.get("step_time_s", 0) > 0]
-        return [row for row in rows if row["step"] > after]
+        return [row for row in rows if row["step"] > self.first_steady]
+
+    @property
+    def first_steady(self) -> int:
+        """The last of the newest start's first steps."""
+        return self.start.get("step", 0) + _WARM_UP
 
     @cached_property
     def by_rank(self) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ _SAVES, _SAVE_AIM = 0.2, 0.02
 _SLOWER = 1.6  # times the fastest of the second quarter
 _BEHIND = 1.3  # times the median of the other ranks
 _OFTEN = 0.8  # of the steps
+_COMPILED_AGAIN = 2  # steps
 _FEWEST = 4
 _FEWEST_QUARTERS = 16
 
@@ -36,6 +37,7 @@ def check_time(case: Case) -> Iterator[Finding]:
             yield from [] if is_slow else _waiting(case, rows)
         yield from _cores(case, rows)
     yield from _slower(case)
+    yield from _recompiles(case)
     yield from _saves(case)
 
 
@@ -210,6 +212,24 @@ def _slower(case: Case) -> Iterator[Finding]:
         "something grows with the steps: a list that is kept, a file that is read from its start, "
         "a device that gets hot",
         f"log.profile_steps = [{times[quarter][0]}, {times[-1][0]}]   # then compare both traces",
+    )
+
+
+def _recompiles(case: Case) -> Iterator[Finding]:
+    """Behind the first steps; an evaluation needs graphs of its own, once."""
+    rows = [row for row in case.events("compiled") if row["step"] > case.first_steady]
+    if len(rows) < _COMPILED_AGAIN:
+        return
+    yield Finding(
+        COSTS,
+        "recompiles",
+        "units are compiled again and again",
+        f"log.jsonl: new graphs in {counted(len(rows), 'step')} behind the first ones, "
+        f"{rows[-1].get('graphs')} in all; such a step took "
+        f"{median(row['seconds'] for row in rows):.3g} s",
+        "torch.compile makes a graph for each size or number that it finds: samples of unequal "
+        "length, a count in an attribute of the model; behind some of them it gives up, in silence",
+        "shard.compile = false   # or give all batches one shape; TORCH_LOGS=recompiles says why",
     )
 
 
