@@ -108,6 +108,7 @@ def test_mistakes(
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_plan_of_70_billion_parameters_takes_little_memory(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_hints_do_not_fail() -> None:
     assert examine(said, [GPU], [], Path("."), torch_sees=0) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_machine_is_measured_and_planned_for(tmp_path: Path, capsys) -> None:
     file = tmp_path / "hardware.toml"

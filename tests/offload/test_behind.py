@@ -412,14 +412,16 @@ def test_views_that_were_taken_before_wait_too(rank: int, world: int, what: str)
     assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3])
 
 
-def failing_for_one() -> Any:
-    """A `_step` of the thread that fails for the second unit that it gets, by no OffloadError."""
+def failing_for_one(may_fail: threading.Event) -> Any:
+    """A `_step` of the thread that fails for the second unit that it gets, by no OffloadError;
+    not before it may, so that who asks for the step has handed out all units."""
     original, num = behind._step, 0
 
     def step(*args: Any) -> None:
         nonlocal num
         num += 1
         if num == 2:
+            may_fail.wait(10.0)
             raise MemoryError("no room for a chunk")
         original(*args)
 
@@ -431,9 +433,11 @@ def fail(rank: int, world: int, ask: str) -> tuple[Any, OffloadedOptimizer]:
     model = Setting("full_shard").shard(make(Mlp), world)
     optimizer = in_background(model)
     loss_of(model(batch(model, 0, rank))).backward()
+    may_fail = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(behind, "_step", failing_for_one())
+        patch.setattr(behind, "_step", failing_for_one(may_fail))
         optimizer.step()
+        may_fail.set()
         with pytest.raises(MemoryError, match="no room for a chunk"):
             getattr(optimizer, ask)()
     return model, optimizer

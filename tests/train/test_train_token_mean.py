@@ -150,6 +150,7 @@ def test_samples_that_know_their_tokens_are_not_read_for_them() -> None:
 
     from shardwise.checkpoint.ranks import Ranks
     from shardwise.train.loss.weights import weigh_in_tree, weigh_on_ranks
+    from shardwise.train.tensor_axis import DataRanks
 
     model: Any = nn.Identity()
     model.loss_type = "ForCausalLM"
@@ -157,5 +158,5 @@ def test_samples_that_know_their_tokens_are_not_read_for_them() -> None:
     weigh = weigh_in_tree(model, samples, parts, Ranks(), 0, 1)
     assert samples.read == 0
     assert weigh(samples.batch(parts[0])) == 8 * 2 / 32
-    _, weigh = weigh_on_ranks(model, samples, parts, np.arange(4), Ranks())
+    _, weigh = weigh_on_ranks(model, samples, parts, np.arange(4), Ranks(), DataRanks(0, 1, 1))
     assert weigh(samples.batch(parts[0])) == 8 / 32
