@@ -9,7 +9,6 @@ author = "the shardwise authors"
 version = release = importlib.metadata.version("shardwise")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["zh"]
 html_theme = "furo"
 html_title = "shardwise"
 myst_heading_anchors = 4
