@@ -18,7 +18,7 @@ BUDGETS = {
     "checkpoint": 5_620,  # 70: the state of offloaded optimizers in pieces, out and in
     "train": 11_790,  # 190: [replicas]; 340: hosts, link; 140: wires; 50: times; 220: [offload]
     "bench, doctor": 5_940,  # 2,160: doctor of a run, a machine, ranks; 70: HSDP, wires, links
-    "cli, plan": 3_960,  # 1,010: a step walked, choices; 440: times of CPU ranks; 170: dry run
+    "cli, plan": 3_990,  # 1,010: a step walked, choices; 440: times of CPU ranks; 170: dry run
     "report": 520,  # a run as a page: pictures, tables, the command
     "importing": 2_260,  # half of it names the keys of DeepSpeed, Accelerate and the Trainer
     ".": 1_090,  # what lies beside the packages

@@ -251,3 +251,23 @@ def test_every_key_says_why(capsys) -> None:
 def test_mistakes_of_keys(arguments: list[str], text: str, capsys) -> None:
     assert main(["explain", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([], "kept in float32, gathered in float32, reduced in float32"),
+        (["--shard.param_dtype", "bfloat16"], "kept in float32, gathered in bfloat16"),
+        ([], "optimizer adamw: its state is each rank's, for its shards"),
+        (["--shard.strategy", "no_shard"], "its state is every rank's, for the whole model"),
+        (["--optim.kind", "muon"], "optimizer muon: its state is a matrix' owner's"),
+        (["--offload.optimizer", "cpu"], "for its shards, in host memory"),
+        (["--offload.parameters", "cpu"], "in host memory with the shards"),
+        (
+            ["--offload.optimizer", "nvme", "--offload.directory", "/disk"],
+            "for its shards, in files below /disk",
+        ),
+    ],
+)
+def test_in_which_dtypes_and_whose(keys: list[str], said: str, capsys) -> None:
+    assert said in " ".join(said_of(capsys, *keys).split())

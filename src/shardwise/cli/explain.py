@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ConfigError
+from shardwise.layout import strategy_named
 from shardwise.train.command import parse
 from shardwise.train.config import Config, gather_limit, resolved_strategy
 from shardwise.train.config_checks import world_problems
 from shardwise.train.config_file import LoadedConfig, load_config
+from shardwise.train.optimizer_keys import OF_WHOLES
 from shardwise.train.wire_keys import is_wired
 from shardwise.units import counted, text_of_bytes
 
@@ -218,8 +220,31 @@ def _reasons(loaded: LoadedConfig, plan: PlannedModel) -> list[str]:
         transport,
         *wire_lines(plan),
         f"strategy {strategy}: {source}; {sizes}",
+        *_holding(loaded.config, plan),
         f"gathered ahead of use: {ahead} on accelerators, nothing on CPU",
     ]
+
+
+def _holding(config: Config, plan: PlannedModel) -> list[str]:
+    """In which dtypes, and whose the optimizer's state is."""
+    buckets = [bucket for unit in plan.units for bucket in unit.layout.buckets]
+    kept, gathered, reduced = (
+        " and ".join(sorted({str(d).removeprefix("torch.") for d in found}))
+        for found in zip(*((b.dtype, b.gather_dtype, b.reduce_dtype) for b in buckets), strict=True)
+    )
+    where = "each rank's, for its shards"
+    if config.optim.kind in OF_WHOLES:
+        where = "a matrix' owner's, who alone steps it"
+    elif strategy_named(resolved_strategy(config)).shard is None:
+        where = "every rank's, for the whole model"
+    if config.offload.optimizer == "cpu" or config.offload.parameters == "cpu":
+        where += ", in host memory"
+    elif config.offload.optimizer == "nvme":
+        where += f", in files below {config.offload.directory}"
+    if config.offload.parameters == "cpu":
+        where += " with the shards"
+    return [f"dtypes: kept in {kept}, gathered in {gathered}, reduced in {reduced}",
+            f"optimizer {config.optim.kind}: its state is {where}"]  # fmt: skip
 
 
 def wire_lines(plan: PlannedModel) -> list[str]:
