@@ -150,6 +150,7 @@ def test_a_step_as_a_picture(tmp_path, capsys) -> None:
         (["--picture", "step.svg"], "needs --schedule too"),
         (["--schedule", "--picture"], "--picture: needs a value"),
         (["--schedule", "--picture", "step.txt"], "step.txt is no .svg"),
+        (["--schedule", "--picture", "/proc/x/step.svg"], "cannot be written: No such file"),
     ):
         assert main(["explain", *arguments]) == 2
         assert text in capsys.readouterr().err

@@ -58,9 +58,14 @@ def draw(walk: Walk, path: Path) -> None:
     _draw_lanes(lanes, walk, units)
     _draw_memory(memory, walk)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--picture: {path} cannot be written: {reason}") from None
+    finally:
+        plt.close(figure)
 
 
 def _draw_lanes(axis: Any, walk: Walk, units: Sequence[str]) -> None:

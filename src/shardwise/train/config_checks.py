@@ -319,8 +319,9 @@ def world_problems(config: Config, world_size: int) -> list[tuple[str, str]]:
             text = f"{replicate} replicas cannot share {counted(data, 'rank')} evenly"
             found.append(("mesh.replicate", text))
         else:
+            of = "this job" if data == world_size else "this job's data axis"
             text = f"{counted(replicate, 'replica')} x {counted(shard, 'shard')} are "
-            text += f"{counted(replicate * shard, 'rank')}, not the {data} of this job; "
+            text += f"{counted(replicate * shard, 'rank')}, not the {data} of {of}; "
             found.append(("mesh.shard", f"{text}use -1 for all that are left"))
     found += wire_world_problems(config, world_size)
     found += replica_problems(config, world_size)
